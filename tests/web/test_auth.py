@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import HTTPConnection
@@ -478,3 +480,31 @@ def test_messages_and_payloads_of_states_are_masked_by_role(fresh: Web, database
     assert operators["payload"]["rows"] == 3
     assert operators["payload"]["api_token"] == "***"
     assert seen["admin"].json["states"][0]["payload"]["api_token"] == "hunter2-hunter2"
+
+
+@pytest.mark.parametrize(("back", "there"), [("/jobs", "/me"), ("/", "/me"), ("/tasks/t-anna", "/tasks/t-anna")])
+def test_a_user_of_an_application_lands_on_a_page_of_theirs_after_the_login(closed: Web, back: str, there: str):
+    csrf, cookies = visit(closed)
+    form = {"csrf": csrf, "token": closed.tokens["user"], "next": back}
+    answer = closed.post("/login", form=form, cookies=cookies)
+    assert answer.headers["Location"] == there
+    page = closed.ask(there, cookies=cookies | answer.cookies)
+    assert page.status == 200
+    assert 'action="/logout"' in page.text
+    assert 'action="/logout"' not in closed.ask("/jobs", token="viewer").text  # a token has no session to end
+
+
+def test_pages_are_compressed_but_not_for_other_sites_and_api_answers_are_exact(closed: Web):
+    encodings = {
+        site: closed.ask("/jobs", token="viewer", Accept_Encoding="gzip", Sec_Fetch_Mode="navigate", **site_of(site))
+        for site in ("", "same-origin", "none", "cross-site", "same-site")
+    }
+    packed = {site: answer.headers["Content-Encoding"] for site, answer in encodings.items()}
+    assert packed == {"": "gzip", "same-origin": "gzip", "none": "gzip", "cross-site": None, "same-site": None}
+    assert b"<h1>Jobs" in gzip.decompress(encodings[""].body)
+    answer = closed.ask("/api/v1/jobs", token="viewer", Accept_Encoding="gzip")
+    assert (answer.headers["Content-Encoding"], bool(answer.headers["ETag"])) == (None, True)
+
+
+def site_of(site: str) -> dict[str, Any]:
+    return {"Sec_Fetch_Site": site} if site else {}

@@ -166,11 +166,12 @@ def test_a_page_is_accessible_in_both_themes_and_every_width(
         assert {url.split("/")[2] for url in visit.asked if url.startswith("http")} == {served.address.split("/")[2]}
 
 
-@pytest.mark.parametrize("path", ["/", f"/jobs/{INVOICES}", "/dead", "/queues"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("path", ["/", f"/jobs/{INVOICES}", "/jobs/nightly-export", "/dead", "/queues", "/alerts"])
 def test_a_first_load_is_few_requests_and_bytes_and_nothing_jumps(
-    chromium: Browser, served: Served, stage: Stage, path: str
+    chromium: Browser, served: Served, stage: Stage, path: str, width: int
 ):
-    with Visit(chromium, served.address) as visit:
+    with Visit(chromium, served.address, viewport={"width": width, "height": 844}) as visit:
         sent: list[Response] = []
         visit.page.on("response", lambda answer: sent.append(answer))  # noqa: PLW0108 - it marks what it is given
         visit.page.add_init_script(
@@ -543,3 +544,26 @@ def test_printed_from_a_dark_screen_a_page_is_black_on_white_and_has_no_buttons(
         assert sum(map(int, re.findall(r"\d+", ink)[:3])) < 150
         assert sum(map(int, re.findall(r"\d+", paper)[:3])) > 700
         assert page.locator("main .btn:visible").count() == 0
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1024, 1440, 1920])
+def test_no_button_or_link_lies_over_another_one(chromium: Browser, served: Served, stage: Stage, width: int):
+    with Visit(chromium, served.address, viewport={"width": width, "height": 900}) as visit:
+        for path in ("/", f"/jobs/{INVOICES}", "/queues", "/alerts", "/workers", "/tasks"):
+            visit.page.goto(path)
+            assert visit.page.evaluate(OVERLAPS) == [], path
+
+
+OVERLAPS = """() => {
+  const boxes = [...document.querySelectorAll("main :is(a, button, .s, .tx), .top :is(a, button, input, .live)")]
+    .filter(one => one.checkVisibility({visibilityProperty: true}) && !one.closest("dialog"))
+    .map(one => ({one, box: one.getBoundingClientRect()})).filter(({box}) => box.width && box.height);
+  const found = [];
+  for (const [i, {one, box}] of boxes.entries()) for (const {one: other, box: there} of boxes.slice(i + 1)) {
+    if (one.contains(other) || other.contains(one) || one.closest("nav") !== other.closest("nav")) continue;
+    const wide = Math.min(box.right, there.right) - Math.max(box.left, there.left);
+    const tall = Math.min(box.bottom, there.bottom) - Math.max(box.top, there.top);
+    if (wide > 2 && tall > 4) found.push(`${one.textContent.trim()} / ${other.textContent.trim()}`);
+  }
+  return found;
+}"""

@@ -131,3 +131,70 @@ def test_an_operator_acknowledges_mutes_and_unmutes_and_a_viewer_does_not(stage:
     with pytest.raises(NotFound):
         actions.mute(reader, OPERATOR, "no such rule", seconds=60)
     assert len(reader.activity().activity) == 3
+
+
+def storm(stage: Stage, count: int = 19) -> None:
+    database = stage.site.reader.database
+    for number in range(count):
+        database.write(
+            "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+            "('worker_lost', ?, 'warning', ?, 60, 60, 30, ?)",
+            (f"vm.{number}", f"Worker vm.{number} gave no sign of life.", database.now()),
+        )
+
+
+def test_an_alert_storm_is_acknowledged_at_once_and_an_alert_that_came_later_is_not(stage: Stage):
+    storm(stage)
+    with TestClient(stage.app()) as client:
+        page = client.get("/alerts").text
+        assert "Acknowledge all 19" in page
+        overview = client.get("/").text
+        assert "19 issues. The first: Worker vm.0 gave no sign of life" in overview
+        [shown] = set(re.findall(r'name="alerts" value="([\d ]+)"', page))
+        assert shown in overview
+        reader = stage.site.reader
+        reader.database.write("UPDATE alerts SET closed_at = opened_at WHERE no = ?", (int(shown.split()[0]),))
+        reader.database.write(
+            "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+            "('delay', 'low', 'warning', 'late', 60, 60, 30, 0)"
+        )
+        acted = actions.FORMS["acknowledge"](reader, OPERATOR, {"alerts": shown}, [])
+        assert acted.text.startswith("18 alerts acknowledged. 1 alert skipped")
+        left = [alert.rule for alert in reader.alerts().alerts if not alert.acknowledged_by]
+        assert left == ["delay"]
+        assert "1 issue needs attention" in client.get("/").text or "No worker" in client.get("/").text
+        with pytest.raises(Forbidden):
+            actions.FORMS["acknowledge"](reader, VIEWER, {"alerts": shown}, [])
+
+
+@pytest.mark.parametrize(
+    ("rule", "subject", "path"),
+    [
+        ("stalled_job", "ads/1", "/jobs/ads%2F1"),
+        ("worker_lost", "vm.1", "/workers#vm.1"),
+        ("delay", "low", "/queues/low"),
+        ("backlog", "high", "/queues/high"),
+        ("failure_spike", "job ads", "/jobs/ads#causes"),
+        ("failure_spike", "task caption", "/dead#tasks"),
+        ("no_handler", "urgent caption", "/workers#start"),
+        ("new_cause", "0123456789abcdef", "/dead"),
+        ("event_lag", "webhook", "/about#store"),
+    ],
+)
+def test_every_alert_links_to_the_page_that_cures_it(stage: Stage, rule: str, subject: str, path: str):
+    stage.site.reader.database.write(
+        "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+        "(?, ?, 'warning', 'something', 60, 60, 30, 0)",
+        (rule, subject),
+    )
+    with TestClient(stage.app()) as client:
+        assert f'href="{path}"' in client.get("/alerts").text
+
+
+def test_a_snooze_lasts_as_long_as_was_chosen(stage: Stage):
+    judge(stage)
+    reader = stage.site.reader
+    with TestClient(stage.app()) as client:
+        assert '<option value="240">4 hours</option>' in client.get("/alerts").text
+    fields = {"rule": "backlog", "subject": "normal", "minutes": "240"}
+    assert "4 h" in actions.FORMS["mute"](reader, OPERATOR, fields, []).text

@@ -57,7 +57,24 @@ def test_states_are_read_page_by_page_and_each_page_is_bounded(
     shown, path = list[str](), "?from=0"
     while path:
         html = web.ask(f"/states/nightly{path}", token=token).text
-        shown += re.findall(r"<b>task (\d+)</b>", html)
+        shown += re.findall(r'<th scope="row">(\d+)</th>', html)
         path = next(iter(re.findall(r'href="(\?from=\d+)">Next page', html)), "")
     assert shown == [str(task) for task in range(TASKS)]
-    assert "All tasks, by number" in web.ask("/states/nightly", token=token).text
+    assert "All tasks by number" in web.ask("/states/nightly", token=token).text
+
+
+def test_a_matrix_of_many_tasks_is_compact_and_starts_with_the_worst(tmp_path: Path, serve: Servers):
+    url = f"sqlite:///{tmp_path}/many.db"
+    store, _ = open_store(url, "nightly", 64)
+    managers = [Manager("nightly", task, 64, store) for task in range(64)]
+    for manager in managers:
+        for tag in ("fetch", "parse", "clean", "embed", "index", "check"):
+            manager.set_state(tag, status=40)
+    managers[41].set_error("disk full", "embed")
+    managers[17].set_warning("slow", "clean")
+    managers[0].close()
+    html = serve("--no-auth", "--database", url).ask("/states/nightly").text
+    rows = re.findall(r'<th scope="row">(\d+)</th>', html)
+    assert rows[:3] == ["41", "17", "0"]
+    assert len(rows) == 64
+    assert 'class="mx dense pl"' in html

@@ -22,7 +22,9 @@ from headway.web.pages.queues import axis_of
 from headway.web.pages.render import Pages
 
 #: Maximum tasks and tags of a matrix. Of larger jobs it shows the tasks with errors, then those with the lowest status.
-ROWS, TAGS = 60, 8
+ROWS, TAGS = 100, 8
+#: A matrix of more tasks than this has one line per task, without bars and messages.
+COMPACT = 12
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
@@ -91,15 +93,21 @@ def matrix(found: States, first: int | None = None) -> Matrix:
         cells = tuple(own.get(tag) for tag in tags)
         rows.append(Row(task, cells, min((state.status for state in own.values()), default=0)))
     shown = rows
-    if len(rows) > ROWS:
-        worst = sorted(rows, key=lambda row: (row.lowest >= 0, row.lowest, row.task))[:ROWS]
-        shown = sorted(worst, key=lambda row: row.task)
+    if first is None:
+        shown = sorted(rows, key=_severity)[:ROWS]
     decides = []
     for column in range(len(tags)):
         levels = [(_status(row.cells[column]), place) for place, row in enumerate(shown)]
         lowest = min(levels, default=(FINISHED, 0))
         decides.append(None if lowest[0] == FINISHED else lowest[1])
     return Matrix(tags, tuple(shown), tuple(decides), found.num_tasks - len(shown))
+
+
+def _severity(row: Row) -> tuple[int, int, int]:
+    """Order tasks with errors first, then by their warnings, their lowest status and their number."""
+    states = [0 if state is None else state.status for state in row.cells]
+    failed = any(status < 0 and status != -2 for status in states)
+    return (0 if failed else 1 if -2 in states else 2), sum(min(status, FINISHED) for status in states), row.task
 
 
 def _status(state: State | None) -> int:
@@ -128,7 +136,8 @@ async def states_job(pages: Pages, request: Request) -> Response:
     errors = [state for state in found.states if state.status == -1]
     latest = sorted(found.states, key=lambda state: state.timestamp or LONG_AGO, reverse=True)
     return pages.answer(
-        request, "states_job.html", refresh=3, found=found, matrix=matrix(found, first), errors=errors, latest=latest[:12],
+        request, "states_job.html", refresh=3, found=found, matrix=matrix(found, first), compact=COMPACT,
+        errors=errors, latest=latest[:12],
         first=first, following=None if first is None or first + ROWS >= found.num_tasks else first + ROWS,
         finished=FINISHED, own_progress=own_progress, reached=reached,
     )  # fmt: skip
