@@ -8,6 +8,7 @@ receiver recognises it. While a whole batch waits, it records deliveries in grou
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from headway.core.lifecycle import ForkGuard
 from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, Held, InvalidInput, NotFound, ServerRefused, StaleClaim
 from headway.events.envelope import Event
-from headway.events.outbox import MANY, EventRefused, Outbox
+from headway.events.outbox import MANY, Backlog, EventRefused, Outbox
 from headway.events.sinks import Sink, wants
 from headway.events.store.sql import SqlOutbox
 from headway.telemetry import Log, metrics, redact
@@ -56,6 +57,34 @@ MEASURE = 30.0
 GRACE = 1.0
 
 
+class BacklogMeter:
+    """Publishes the backlog of a sink as metrics, and logs a critical message once above `MANY` events."""
+
+    def __init__(self) -> None:
+        self._measured = -math.inf
+        self._alarmed = False
+
+    def is_due(self, now: float) -> bool:
+        """Return whether `MEASURE` seconds have passed since it last returned True."""
+        due = now - self._measured >= MEASURE
+        if due:
+            self._measured = now
+        return due
+
+    def publish(self, outbox: str, backlogs: Sequence[Backlog]) -> None:
+        """Publish what waits in ``outbox``."""
+        for backlog in backlogs:
+            labels = {"sink": backlog.sink, "outbox": outbox}
+            metrics.gauge("headway_events_waiting", backlog.waiting, **labels)
+            metrics.gauge("headway_events_oldest_seconds", backlog.oldest_seconds or 0.0, **labels)
+            if backlog.waiting > MANY and not self._alarmed:
+                log.critical(
+                    "too many events wait for a sink; none is dropped, so the store grows",
+                    sink=backlog.sink, count=backlog.waiting, seconds=backlog.oldest_seconds,
+                )  # fmt: skip
+            self._alarmed = backlog.waiting > MANY
+
+
 class Route:
     """Delivery from one outbox to one sink. A lock keeps `tick` from running in two threads at once."""
 
@@ -73,8 +102,7 @@ class Route:
         self._aside_in_a_row = 0
         self._unnoted: list[str] = []  # delivered and not yet recorded in the outbox
         self._untidy = 0
-        self._measured = -MEASURE
-        self._alarmed = False
+        self._meter = BacklogMeter()
 
     def tick(self, limit: int = BATCH, stopping: Callable[[], bool] = lambda: False) -> float:
         """Deliver waiting events. Return the seconds until the next round. Raises when the outbox is unreachable."""
@@ -227,24 +255,13 @@ class Route:
             self.outbox.tidy(self.sink.name)
 
     def _measure(self) -> None:
-        """Publish the backlog as metrics, and log a critical message above `MANY` events."""
-        if self._clock() - self._measured < MEASURE:
+        if not self._meter.is_due(self._clock()):
             return
-        self._measured = self._clock()
         known = self.outbox.backlog(self.sink.name)
         if not known:
             # The store was wiped or restored, or the sink was deleted: without a subscription no event would wait for it.
             self._subscribed = False
-        for backlog in known:
-            labels = {"sink": backlog.sink, "outbox": self.outbox.name}
-            metrics.gauge("headway_events_waiting", backlog.waiting, **labels)
-            metrics.gauge("headway_events_oldest_seconds", backlog.oldest_seconds or 0.0, **labels)
-            if backlog.waiting > MANY and not self._alarmed:
-                log.critical(
-                    "too many events wait for a sink; none is dropped, so the store grows",
-                    sink=backlog.sink, count=backlog.waiting, seconds=backlog.oldest_seconds,
-                )  # fmt: skip
-            self._alarmed = backlog.waiting > MANY
+        self._meter.publish(self.outbox.name, known)
 
 
 class Relay:
