@@ -58,7 +58,7 @@ class Hints(Protocol):
         ...
 
     def check_memory(self) -> bool:
-        """Return whether there is no memory for more hints."""
+        """Return whether Redis is too full for more hints."""
         ...
 
     def show_ended(self, tasks: Sequence[Task]) -> None:

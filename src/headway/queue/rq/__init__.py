@@ -2,7 +2,7 @@
 
     hints        enqueue the ids of tasks, as submitters and the sweeper do
     source       pop ids and claim rows, as workers do
-    registries   show RQ's own tools what runs and what failed
+    registries   show running and failed tasks in RQ's own tools
     user_keys    a quick check whether a user already has an active task
 
 Headway never executes or deserialises the content of an RQ job. Redis may be wiped, replaced or rolled back at any time: the

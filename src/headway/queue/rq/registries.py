@@ -75,8 +75,8 @@ def accepts(task_id: str) -> bool:
 class WorkerDisplay:
     """Shows a worker and the tasks it runs in RQ's tools. Any thread may call it.
 
-    A claimed task is shown when it runs for a while (`show`): for a short one the display would cost more than the task. What
-    is not shown because Redis is unreachable, RQ's own cleanup removes later.
+    A claimed task is shown when it runs for a while (`show`): for a short one the display would cost more than the task.
+    Entries that remain because Redis is unreachable are removed by RQ's own cleanup.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class RqSource:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._queue = queue
-        # A client of its own: RQ changes the pool of a worker's client, and BLPOP needs a longer timeout.
+        # A separate client: RQ changes the pool of a worker's client, and BLPOP needs a longer timeout.
         self._client = _redis.connect(url, role="queue", name="worker", timeout=5.0, decode=False)
         self._breaker = CircuitBreaker(threshold=1, cooldown=1.0)
         self._name, self._queues, self._clock = name, queues, clock

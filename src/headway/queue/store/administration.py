@@ -110,7 +110,7 @@ def declare_per_user(tx: Tx, per_user: int | None) -> None:
 
 
 def declared_per_user(of: Database | Tx) -> str | None:
-    """Return the limit as it was declared; None if the application never declared one."""
+    """Return the declared limit as text; None if the application never declared one."""
     row = of.one("SELECT value FROM task_settings WHERE name = ?", (_PER_USER,))
     return None if row is None else str(row[0])
 

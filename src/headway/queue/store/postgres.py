@@ -178,7 +178,7 @@ WITH {_GIVEN}, {_COMPLETED}, {_NEXT}, told AS ({
 SELECT (SELECT array_agg(id) FROM completed) AS completed_ids, next.* FROM (SELECT 1) AS one
 LEFT JOIN (SELECT {CLAIMED} FROM claimed UNION ALL SELECT * FROM mine) AS next ON true
 """
-# A statement of its own: as part of `_COMPLETE` it made PostgreSQL scan the whole table.
+# A separate statement: as part of `_COMPLETE` it made PostgreSQL scan the whole table.
 _READ_GIVEN = f"""
 WITH {_GIVEN} SELECT {COLUMNS} FROM given JOIN tasks ON no = given_no AND token = given_token
 """
@@ -363,7 +363,7 @@ def _completed_before(database: Database, successes: Sequence[Success], known: I
 
 
 class _Notifications:
-    """Listens on a connection of its own. While it cannot listen, `wait` lasts its whole time."""
+    """Listens on its own connection. While it cannot listen, `wait` lasts its whole time."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

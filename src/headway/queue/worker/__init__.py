@@ -1,1 +1,1 @@
-"""Worker processes: what runs tasks, and what starts and stops it."""
+"""Worker processes, and the supervisor that starts and stops them."""

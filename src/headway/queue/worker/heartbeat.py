@@ -245,7 +245,7 @@ class Pulse:
         self._progress = (claim.no, percent, message)
 
     def is_cancelled(self, claim: Claim) -> bool:
-        """Return whether to cancel the task. It is true for an ended task too: what is left of its handler should end."""
+        """Return whether to cancel the task. It is true for an ended task too, so that threads of its handler end."""
         return self.cancelling or not self._is_current(claim)
 
     def _is_current(self, claim: Claim) -> bool:

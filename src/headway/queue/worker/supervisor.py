@@ -102,7 +102,6 @@ class Supervisor:
     ) -> None:
         """``parent``: pid of the process with which this one ends, if any. ``live``: settings that change the plan.
         ``chores``: see `Sweeper`."""
-        self._chores = chores
         self._parent, self._live = parent, live
         self._queue, self.plan, self._shutdown, self._clock = queue, plan, shutdown, clock
         self._children: list[_Child] = []
@@ -110,7 +109,7 @@ class Supervisor:
         self._not_before = 0.0
         self._wanted = plan.workers
         self._load = _Load()
-        self._sweeper: Sweeper | None = None
+        self._sweeper = Sweeper(queue, hints=CurrentHints(queue), chores=chores)
         self._silence_at = 0.0
         self._unserved_at = 0.0
         self._unserved: set[tuple[str, str]] = set()  # (queue, kind) that was logged
@@ -125,7 +124,6 @@ class Supervisor:
         stop = threading.Event()
         self._follow()
         self._log_connections()
-        self._sweeper = Sweeper(self._queue, hints=CurrentHints(self._queue), chores=self._chores)
         sweeper = threading.Thread(target=self._sweeper.run, args=(stop,), name="headway-sweeper", daemon=True)
         sweeper.start()
         try:
@@ -157,8 +155,7 @@ class Supervisor:
         if self._live is not None and changed:
             now = self._live.in_force
             self.plan = replace(self.plan, workers=now.workers, most=now.max_workers, drain=now.drain)
-            if self._sweeper is not None:
-                self._sweeper.retention = now.retention
+            self._sweeper.retention = now.retention
 
     def _log_connections(self) -> None:
         """Log what the supervisor reaches at its start. Without Redis, workers claim tasks from the database."""

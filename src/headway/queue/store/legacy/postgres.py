@@ -97,7 +97,7 @@ END $headway$"""
 
 
 def _refuse_task(legacy: LegacyTable, table: Table, user_type: str) -> str:
-    """Return the part of the function that refuses a task of a user who has too many active rows."""
+    """Return the part of the function that refuses a task of a user with too many active rows."""
     if legacy.user_id is None:
         return ""
     rows, tasks = active_counts(
@@ -115,7 +115,7 @@ def _refuse_task(legacy: LegacyTable, table: Table, user_type: str) -> str:
 
 
 def _refuse_rows_function(legacy: LegacyTable, table: Table) -> str:
-    """Return the function that refuses a new row of a user who has too many active tasks."""
+    """Return the function that refuses a new row of a user with too many active tasks."""
     assert legacy.user_id is not None
     status, user = table.column(legacy.status), f"NEW.{table.column(legacy.user_id)}"
     rows, tasks = active_counts(

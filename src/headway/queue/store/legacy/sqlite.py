@@ -76,7 +76,7 @@ def _follow(legacy: LegacyTable, table: Table, name: str, event: str, *, begins:
 
 
 def _refuse_rows(legacy: LegacyTable, table: Table) -> str:
-    """Return the trigger that refuses a new row of a user who has too many active tasks."""
+    """Return the trigger that refuses a new row of a user with too many active tasks."""
     assert legacy.user_id is not None
     status, user = table.column(legacy.status), f"NEW.{table.column(legacy.user_id)}"
     rows, tasks = active_counts(legacy, table, schema="", user=f"CAST({user} AS TEXT)", value=user, own_row="0")
