@@ -133,7 +133,7 @@ def test_a_skip_is_a_failure_under_ci(tmp_path: Path):
         assert done.returncode == code, done.stdout
 
 
-TOOLS = ("ruff", "mypy", "lint-imports", "python", "pytest", "coverage")
+TOOLS = ("ruff", "mypy", "lint-imports", "python", "sphinx-build", "pytest", "coverage")
 
 
 #: What `make check` sets in its own environment; the verb under test starts without it.
@@ -159,7 +159,7 @@ def test_whichever_step_of_make_check_fails_it_fails_and_the_steps_beside_it_hav
     code, lines = make("check", tmp_path, broken)
     assert code != 0
     ran = {line.partition(" ")[0] for line in lines}
-    before = {"ruff", "mypy", "lint-imports", "python"}
+    before = {"ruff", "mypy", "lint-imports", "python", "sphinx-build"}
     assert ran >= before
     assert ran & {"pytest", "coverage"} == (set() if broken in before else {"pytest", broken})
 
