@@ -1,8 +1,12 @@
 """Check README.md, CONTRIBUTING.md, SECURITY.md and docs/: links, examples, mentions, lists, generated pages.
 
 - A link leads to a file that is there.
-- A block fenced as ```python run is an example: it is run on its own, as a script in an empty directory, and has to exit 0.
-  So is one fenced as ```sh run, with the command headway of this environment; it ends at the first command that fails.
+- Every block of Python or shell runs. ```python run is a script in an empty directory and has to exit 0. So is ```sh run,
+  with this environment's headway command; it ends at the first command that fails. ```sh run postgres redis gets real
+  servers: POSTGRES and REDIS, the addresses that pages show, are replaced by theirs. ```sh tests/x.py says which test runs
+  the block instead.
+- Blocks of JSON, TOML and YAML parse.
+- A paragraph has at most 90 words, and of all sentences less than 5 % have more than 30.
 - What the pages for contributors mention in `code` exists: paths, modules and names of headway, verbs of make.
 - Every table, metric, Redis key and decision is listed once on its page, every exit code and event type is known.
 - A generated page is what its generator writes now.
@@ -11,25 +15,69 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import contextlib
+import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from subprocess import PIPE
 
+import click
+import yaml
+
+from headway.cli import headway
+
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.services import postgres, redis  # noqa: E402 - found by the line above
+from tests.services.postgres import PostgresServer  # noqa: E402
+from tests.services.redis import RedisServer  # noqa: E402
+from tools import diagrams  # noqa: E402
+
 SOURCE = ROOT / "src" / "headway"
-FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:|mailto:|#)(?P<target>[^)\s#]+)")
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|mailto:)(?P<target>[^)\s#]*)(?:#(?P<anchor>[^)\s]+))?\)")
 CODE = re.compile(r"`([^`\n]+)`")
 PLACE = re.compile(r"(?:src|tests|tools|docs|bench|examples)/[\w./*-]*|[A-Z]\w+\.md|Makefile|pyproject\.toml")
 NAME = re.compile(r"headway(?:\.\w+)+")
-#: What runs a block that is fenced so.
-RUNNERS: dict[str, tuple[str, ...]] = {"python run": (sys.executable,), "sh run": ("sh", "-eu")}
+#: What runs the blocks of a language.
+RUNNERS: dict[str, tuple[str, ...]] = {"python": (sys.executable,), "sh": ("sh", "-eu")}
+EXAMPLE_SECONDS = 90
+PARSERS: dict[str, Callable[[str], object]] = {
+    "json": json.loads, "toml": tomllib.loads, "yaml": lambda text: list(yaml.safe_load_all(text)),
+    "sh": lambda code: [parse_command(words) for words in commands(code)],
+    "console": lambda code: [
+        parse_command(words) for line in code.splitlines() if line.startswith("$ ") for words in commands(line[2:])
+    ],
+}  # fmt: skip
+#: Languages of blocks that are only shown: transcripts, fragments of other programs' files, directives of the site.
+OTHERS = {
+    "acl",
+    "console",
+    "html",
+    "ini",
+    "json",
+    "nginx",
+    "sql",
+    "text",
+    "toml",
+    "yaml",
+    "{eval-rst}",
+    "{toctree}",
+}
 
 
 def pages() -> list[Path]:
@@ -46,33 +94,163 @@ def house_pages() -> list[Path]:
 # ---- links, examples, generated pages --------------------------------------------------------------------------------
 
 
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as repository browsers and the site make it."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    return {
+        slug(line.lstrip("#")) for line in FENCE.sub("", page.read_text("utf-8")).splitlines() if line.startswith("#")
+    }
+
+
 def broken_links(page: Path) -> Iterator[str]:
+    """Yield the links that lead to no file or to no heading."""
     prose = FENCE.sub("", page.read_text("utf-8"))
     for link in LINK.finditer(prose):
-        if not (page.parent / link["target"]).exists():
+        target = (page.parent / link["target"]) if link["target"] else page
+        if not target.exists():
             yield f"{page.relative_to(ROOT)}: no such file: {link['target']}"
+        elif link["anchor"] and target.suffix == ".md" and link["anchor"] not in anchors(target):
+            yield f"{page.relative_to(ROOT)}: no such heading: {link['target'] or ''}#{link['anchor']}"
 
 
-def failing_examples(page: Path) -> Iterator[str]:
+def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the info string and the text of every block."""
     text = page.read_text("utf-8")
     for block in FENCE.finditer(text):
-        if block["info"] in RUNNERS and (error := run(block["code"], RUNNERS[block["info"]])):
-            line = text.count("\n", 0, block.start()) + 1
-            yield f"{page.relative_to(ROOT)}:{line}: the example fails\n{error}"
+        indent = len(block["indent"])
+        code = "".join(line[indent:] or "\n" for line in block["code"].splitlines(keepends=True))
+        yield text.count("\n", 0, block.start()) + 1, block["info"].strip(), code
 
 
-def run(code: str, runner: Sequence[str] = (sys.executable,)) -> str:
-    """What the code wrote to stderr if it failed, else nothing."""
-    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    environment = {**os.environ, "PATH": os.pathsep.join(places)}
+def wrong_blocks(page: Path) -> Iterator[str]:
+    """Yield the blocks that fail, that nothing runs, and that do not parse."""
+    for line, info, code in blocks(page):
+        if error := wrong_block(page, info, code):
+            yield f"{page.relative_to(ROOT)}:{line}: {error}"
+
+
+def wrong_block(page: Path, info: str, code: str) -> str:
+    language, _, how = info.partition(" ")
+    try:
+        if language in PARSERS:
+            PARSERS[language](code)
+    except (ValueError, yaml.YAMLError, click.ClickException) as wrong:
+        return f"the block is not valid {language}: {wrong}"
+    if language not in RUNNERS:
+        return "" if language in OTHERS else f"nothing runs a block fenced as '{info}'"
+    word, *services = how.split() or [""]
+    if word == "run" and SERVICES.keys() >= set(services):
+        return f"the example fails\n{error}" if (error := run(code, RUNNERS[language], services)) else ""
+    test = ROOT / word
+    if not services and word.startswith("tests/") and test.exists() and page.name in test.read_text("utf-8"):
+        return ""
+    return f"nothing runs a block fenced as '{info}'"
+
+
+def commands(code: str) -> Iterator[list[str]]:
+    """Yield the arguments of each headway command that stands at the beginning of a line."""
+    for start in (
+        "docker compose run --rm server ",
+        "docker compose exec server ",
+        "kubectl exec deploy/headway-worker -- headway ",
+    ):
+        code = code.replace(start, "headway ")
+    for line in re.sub(r"\\\n\s*", " ", code).splitlines():
+        if line.startswith("headway ") and not line.startswith("headway --"):
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+            lexer.whitespace_split, lexer.commenters = True, "#"
+            words = list(lexer)
+            end = next((number for number, word in enumerate(words) if re.fullmatch(r"[;&|<>]+", word)), len(words))
+            yield words[1:end]
+
+
+def parse_command(words: list[str]) -> dict[str, object]:
+    """Parse a command line as `headway` does, without running it, and return its options."""
+    command: click.Command | None = headway
+    context = click.Context(headway, info_name="headway", **headway.context_settings)
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        _, command, words = command.resolve_command(context, words)
+    if command is None or command is headway:
+        raise click.UsageError("a verb is missing")
+    return command.make_context(command.name, words, parent=context).params
+
+
+def run(code: str, runner: Sequence[str] = (sys.executable,), services: Iterable[str] = ()) -> str:
+    """Run the code in an empty directory and return its output if it failed, else an empty text."""
+    with SERVERS if services else contextlib.nullcontext():
+        for service in services:
+            address, start = SERVICES[service]
+            code = code.replace(address, start())
+        return run_alone(code, runner)
+
+
+def run_alone(code: str, runner: Sequence[str]) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory, "example.py")
         script.write_text(code, "utf-8")
-        done = subprocess.run(
+        process = subprocess.Popen(
             [*runner, script.name],
-            cwd=directory, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+            cwd=directory, env=environment, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    return (done.stderr or f"exit {done.returncode}") if done.returncode else ""
+        try:
+            output, _ = process.communicate(timeout=EXAMPLE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {EXAMPLE_SECONDS} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what the example left behind
+            process.wait()
+    return (output or f"exit {process.returncode}") if process.returncode else ""
+
+
+@cache
+def _server_directory() -> Path:
+    directory = tempfile.TemporaryDirectory(prefix="headway-docs-")
+    Path(directory.name).chmod(0o711)  # PostgreSQL runs as another user if we are root
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
+
+
+@cache
+def _redis() -> RedisServer:
+    server = RedisServer(_server_directory() / "redis", redis.installations()[0])
+    server.start()
+    atexit.register(server.discard)
+    return server
+
+
+@cache
+def _postgres() -> PostgresServer:
+    server = PostgresServer(_server_directory() / "postgres", postgres.installations()[0])
+    server.start()
+    atexit.register(server.discard)
+    return server
+
+
+def _empty_redis() -> str:
+    """Return the address of an empty Redis without its database number."""
+    _redis().make_pristine()
+    return _redis().url().removesuffix("/0")
+
+
+def _new_database() -> str:
+    return _postgres().url(_postgres().create_database())
+
+
+#: Held while an example uses the servers.
+SERVERS = threading.Lock()
+#: The address that pages show, and what returns the real one.
+SERVICES: dict[str, tuple[str, Callable[[], str]]] = {
+    "postgres": ("postgresql://localhost/headway", _new_database),
+    "redis": ("redis://localhost:6379", _empty_redis),
+}
 
 
 def stale_reference() -> Iterator[str]:
@@ -85,6 +263,49 @@ def stale_reference() -> Iterator[str]:
         page, command = ROOT / "docs" / name, [sys.executable, *generator]
         if not page.exists() or page.read_bytes() != subprocess.run(command, cwd=ROOT, stdout=PIPE, check=True).stdout:
             yield f"docs/{name} is out of date: .venv/bin/python {' '.join(generator)} > docs/{name}"
+    for name, picture in diagrams.DRAWN.items():
+        path = diagrams.PICTURES / f"{name}.svg"
+        if not path.exists() or path.read_text("utf-8") != diagrams.draw(picture):
+            yield f"docs/pictures/{name}.svg is out of date: .venv/bin/python tools/diagrams.py"
+
+
+# ---- prose -----------------------------------------------------------------------------------------------------------
+
+GENERATED = {"cli.md", "json.md", "schema.md", "metrics.md"}
+MAX_PARAGRAPH, MAX_SENTENCE, MAX_SHARE, MAX_WORDS = 90, 30, 0.05, 35_000
+#: Lists of one line per requirement and per change, and pages of the repository's front.
+NOT_COUNTED = {"requirements.md", "CHANGELOG.md"}
+
+
+def paragraphs(page: Path) -> Iterator[str]:
+    """Yield the paragraphs and list items of a page, without code, tables and headings."""
+    text = FENCE.sub("\n", page.read_text("utf-8"))
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^#.*$", text, flags=re.MULTILINE):
+        if part.strip() and not part.lstrip().startswith(("|", "#", "<", "![")):
+            yield " ".join(part.split())
+
+
+def sentences(paragraph: str) -> list[str]:
+    return [part for part in re.split(r"(?<=[.!?:;])\s+", paragraph) if part]
+
+
+def heavy_prose(page: Path) -> Iterator[str]:
+    found = list(paragraphs(page))
+    for paragraph in found:
+        if len(paragraph.split()) > MAX_PARAGRAPH:
+            yield f"{page.relative_to(ROOT)}: a paragraph has over {MAX_PARAGRAPH} words: {paragraph[:60]} ..."
+    said = [sentence for paragraph in found for sentence in sentences(paragraph)]
+    long = [sentence for sentence in said if len(sentence.split()) > MAX_SENTENCE]
+    if len(long) > max(1, MAX_SHARE * len(said)):
+        yield f"{page.relative_to(ROOT)}: {len(long)} of {len(said)} sentences have over {MAX_SENTENCE} words: {long[0][:60]}"
+
+
+def written_pages() -> list[Path]:
+    return [page for page in pages() if page.name not in GENERATED | NOT_COUNTED]
+
+
+def words() -> int:
+    return sum(len(page.read_text("utf-8").split()) for page in written_pages())
 
 
 # ---- mentions --------------------------------------------------------------------------------------------------------
@@ -211,10 +432,17 @@ def main() -> int:
     for page in house_pages():
         problems += broken_mentions(page)
     for page in pages():
-        problems += [*broken_links(page), *failing_examples(page)]
+        problems += broken_links(page)
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(lambda page: list(wrong_blocks(page)), pages()):
+            problems += found
+    for page in written_pages():
+        problems += heavy_prose(page)
+    if words() > MAX_WORDS:
+        problems.append(f"the pages have {words():,} words; {MAX_WORDS:,} are the limit")
     for problem in problems:
         print(problem)
-    print(f"{len(pages())} pages, {len(problems)} problems")
+    print(f"{len(pages())} pages, {words():,} words, {len(problems)} problems")
     return 1 if problems else 0
 
 

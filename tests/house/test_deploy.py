@@ -37,7 +37,11 @@ from tests.services.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
-PAGE = ROOT / "docs" / "howto" / "deploy.md"
+PAGES = (
+    "deploy.md", "deploy-systemd.md", "deploy-containers.md", "deploy-kubernetes.md",
+    "reverse-proxy.md", "upgrade.md", "back-up.md", "monitor.md",
+)  # fmt: skip
+PAGE = "\n".join((ROOT / "docs" / "howto" / page).read_text("utf-8") for page in PAGES)
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 
@@ -386,9 +390,9 @@ def commands(text: str) -> Iterator[list[str]]:
     """Every command of ours in the page's blocks, wherever it is run, and in its tables."""
     for code in re.findall(r"^\|.*?`headway ([^`]*)`", text, re.MULTILINE):
         yield shlex.split(code)
-    for block in re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for block in re.findall(r"^ *```(?:sh|console)\b[^\n]*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
             for start in (["docker", "compose", "run", "--rm"], ["docker", "compose", "exec"]):
                 if words[: len(start)] == start:
                     yield words[len(start) + 1 :]
@@ -399,21 +403,21 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def test_every_command_on_the_page_is_one_of_ours():
-    found = list(commands(PAGE.read_text("utf-8")))
+    found = list(commands(PAGE))
     assert len(found) >= 11
     for words in found:
         accept(words)
 
 
 def test_the_page_names_every_file_there_is_to_deploy_with():
-    text = PAGE.read_text("utf-8")
+    text = PAGE
     files = [path.relative_to(ROOT) for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     missing = [str(path) for path in files if path.name not in text and f"{path.parent}/" not in text]
     assert missing == []
 
 
 def test_every_metric_setting_and_rule_that_the_page_names_is_there(tmp_path: Path):
-    text = PAGE.read_text("utf-8")
+    text = PAGE
     measured = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     assert set(re.findall(r"`(headway_\w+)", text)) <= set(re.findall(r"`(headway_\w+)", measured))
     assert set(re.findall(r"\b(HEADWAY_\w+)=", text)) <= VARIABLES | {
@@ -445,7 +449,7 @@ def goes_on(url: str) -> None:
 
 def backup_command(name: str) -> list[str]:
     """The command that the page has for it."""
-    (line,) = re.findall(rf"^{name} .*$", PAGE.read_text("utf-8"), re.MULTILINE)
+    (line,) = re.findall(rf"^{name} .*$", PAGE, re.MULTILINE)
     return shlex.split(line)
 
 

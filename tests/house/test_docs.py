@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from headway import _sql
-from tools import docs
+from tools import diagrams, docs
 
 HOUSE = docs.house_pages()
 
@@ -88,6 +88,88 @@ def test_every_table_metric_key_decision_exit_code_and_event_is_listed_once():
     assert list(docs.list_of_everything()) == []
     assert len(docs.tables()) > 15
     assert len(docs.measured()) > 20
+
+
+#: A page that no test names, and blocks of it with what is wrong with them.
+PAGE = docs.ROOT / "docs" / "no-such-page.md"
+WRONG_BLOCKS = {
+    ("python", "print(1)"): "nothing runs",
+    ("sh", "true"): "nothing runs",
+    ("", "make"): "nothing runs",
+    ("python tests/house/test_bench.py", "print(1)"): "nothing runs",
+    ("python run oracle", "print(1)"): "nothing runs",
+    ("python run", "raise SystemExit('broken')"): "broken",
+    ("sh run", "false; true"): "exit 1",
+    ("json", "{"): "not valid json",
+    ("toml", "a ="): "not valid toml",
+    ("yaml", "a: ["): "not valid yaml",
+    ("console", "$ headway coffee"): "not valid console",
+    ("console", "$ headway jobs --milk"): "not valid console",
+}
+
+
+@pytest.mark.parametrize(("info", "code"), WRONG_BLOCKS, ids=lambda value: value.replace("tests/", ""))
+def test_a_block_that_fails_or_that_nothing_runs_is_reported(info: str, code: str):
+    assert WRONG_BLOCKS[info, code] in docs.wrong_block(PAGE, info, code + "\n")
+
+
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        ("python run", "import headway"),
+        ("sh run", "headway --version"),
+        ("console", "$ headway states nightly | head\nJob nightly"),
+        ("console", "$ HEADWAY_TOKEN=... headway jobs"),
+        ("json", "[1]"),
+        ("text", "anything"),
+    ],
+)
+def test_a_block_that_works_is_not_reported(info: str, code: str):
+    assert docs.wrong_block(PAGE, info, code + "\n") == ""
+
+
+def test_an_example_with_servers_gets_their_addresses(postgres_programs: Path, redis_program: Path):
+    code = "import psycopg, redis\nassert redis.Redis.from_url('redis://localhost:6379/0').ping()\n"
+    code += "psycopg.connect('postgresql://localhost/headway').close()\n"
+    assert docs.wrong_block(PAGE, "python run postgres redis", code) == ""
+
+
+def test_a_link_to_a_missing_file_or_heading_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Of `a.b` and *c*\n[x](#of-ab-and-c) [y](#nowhere) [z](page.md#of-ab-and-c) [gone](gone.md)\n")
+    assert list(docs.broken_links(page)) == ["page.md: no such heading: #nowhere", "page.md: no such file: gone.md"]
+
+
+def test_long_paragraphs_and_sentences_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n" + "A short sentence. " * 29 + "\n\n```text\n" + "word " * 200 + "\n```\n")
+    assert list(docs.heavy_prose(page)) == []
+    page.write_text("# Title\n\n" + "A short sentence. " * 31)
+    assert "over 90 words" in next(docs.heavy_prose(page))
+    page.write_text(("word " * 31 + ".\n\n") * 2)
+    assert "over 30 words" in next(docs.heavy_prose(page))
+
+
+def test_the_prose_of_every_page_is_light_and_its_links_lead_somewhere():
+    problems = [problem for page in docs.written_pages() for problem in docs.heavy_prose(page)]
+    problems += [problem for page in docs.pages() for problem in docs.broken_links(page)]
+    assert problems == []
+    assert docs.words() <= docs.MAX_WORDS
+
+
+def test_every_diagram_has_a_text_alternative_and_colours_for_the_dark():
+    for name, picture in diagrams.DRAWN.items():
+        drawn = diagrams.draw(picture)
+        assert f'<title id="title">{picture.title}</title>' in drawn, name
+        assert "<desc" in drawn
+        assert "prefers-color-scheme: dark" in drawn
+        shown = [
+            line for page in docs.pages() for line in page.read_text("utf-8").splitlines() if f"{name}.svg" in line
+        ]
+        assert shown, name
+        assert all(re.search(r"!\[[^\]]{20,}\]", line) for line in shown)
 
 
 def test_hooks_before_a_commit_are_local_and_need_no_network():

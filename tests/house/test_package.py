@@ -17,7 +17,7 @@ ROOT = docs.ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 #: What a requirement that names Headway looks like: the distribution with extras, or after `pip install`.
-NAMED = re.compile(r"(?<![\w./-])(headway[\w-]*)\[([\w,]+)\]|pip install (?:--\S+ )*'?(headway[\w-]*)")
+NAMED = re.compile(r"(?<![\w./-])(headway(?:-\w+)*)\[([\w,]+)\]|pip install (?:--\S+ )*'?(headway[\w-]*)")
 
 
 def pages_that_install() -> list[Path]:

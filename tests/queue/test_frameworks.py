@@ -1,4 +1,4 @@
-"""The blocks of docs/reference/queue.md for Flask and FastAPI are applications that work."""
+"""The blocks of docs/howto/flask.md and docs/howto/fastapi.md are applications that work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from headway.queue.task import Status
 from headway.queue.worker.worker import Worker
 from headway.testing import eager
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "queue.md"
+HOWTO = Path(__file__).resolve().parents[2] / "docs" / "howto"
 
 
-def block(word: str) -> str:
-    [found] = [
-        code for code in re.findall(r"```python run\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL) if word in code
-    ]
+def block(page: str, word: str) -> str:
+    text = (HOWTO / page).read_text("utf-8")
+    [found] = [code for code in re.findall(r"```python run\n(.*?)```", text, re.DOTALL) if word in code]
     return str(found)
 
 
@@ -71,7 +70,7 @@ def test_the_fastapi_application_of_the_documentation_submits_and_closes_its_que
 ):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "shop"}
-    exec(compile(block("from fastapi import"), "shop.py", "exec"), names)
+    exec(compile(block("fastapi.md", "submitter"), "shop.py", "exec"), names)
     queue = names["queue"]
     status, task = asyncio.run(post(names["app"], "/captions/p7"))
     assert (status, task["status"], task["queue"]) == (202, "QUEUED", "normal")
@@ -88,7 +87,7 @@ def test_the_flask_application_of_the_documentation_runs_inside_its_context(
 ):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "shop"}
-    exec(compile(block("from flask import"), "shop.py", "exec"), names)
+    exec(compile(block("flask.md", "def create_app"), "shop.py", "exec"), names)
     queue = names["headway"]
     task = names["app"].test_client().post("/captions/p8").json
     Worker(queue, context=queue.context).run(burst=True)

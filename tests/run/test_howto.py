@@ -55,8 +55,8 @@ if words:
 
 
 def blocks(page: str) -> list[str]:
-    text = (docs.ROOT / "docs" / page).read_text("utf-8")
-    return [block["code"] for block in docs.FENCE.finditer(text) if block["info"] not in docs.RUNNERS]
+    found = docs.blocks(docs.ROOT / "docs" / page)
+    return [code for _, info, code in found if info.endswith("tests/run/test_howto.py")]
 
 
 def block(page: str, word: str) -> str:

@@ -40,10 +40,7 @@ PAGE = 1000
 
 
 class Client:
-    """A Headway server. A method sends one request, or one per page. Thread-safe.
-
-    It has one method per query and action of the server, because the command line uses it in place of a `Reader`.
-    """
+    """A Headway server. A method sends one request, or one per page. Thread-safe."""
 
     def __init__(self, address: str, token: str | None = None, *, timeout: float = TIMEOUT) -> None:
         self._connection = Connection(address, token, timeout=timeout)

@@ -14,10 +14,9 @@ The status of a job or tag is the lowest status of its tasks.
 
 from __future__ import annotations
 
-from headway.states.barrier import TaskFailed, WaitTimeout
 from headway.states.jobs import delete_job, list_jobs, mark_job_deleted, open_store, purge
 from headway.states.live import LiveStore
-from headway.states.manager import Manager, Summary
+from headway.states.manager import Manager, Summary, TaskFailed, WaitTimeout
 from headway.states.state import (
     ERROR,
     FINISHED,
@@ -33,8 +32,30 @@ from headway.states.store.contract import Backend, JobGone, JobRecord, Store, We
 from headway.states.subscription import Subscription, SubscriptionClosed
 
 __all__ = [
-    "ERROR", "FINISHED", "NOT_STARTED", "REPLAY_COMPLETE", "STARTED", "WARNING", "Backend", "JobGone", "JobRecord",
-    "LiveStore", "Manager", "State", "StateEvent", "Store", "Subscription", "SubscriptionClosed", "Summary",
-    "TaskFailed", "WaitTimeout", "WentBack", "delete_job", "list_jobs", "mark_job_deleted", "open_store", "purge",
+    "ERROR",
+    "FINISHED",
+    "NOT_STARTED",
+    "REPLAY_COMPLETE",
+    "STARTED",
+    "WARNING",
+    "Backend",
+    "JobGone",
+    "JobRecord",
+    "LiveStore",
+    "Manager",
+    "State",
+    "StateEvent",
+    "Store",
+    "Subscription",
+    "SubscriptionClosed",
+    "Summary",
+    "TaskFailed",
+    "WaitTimeout",
+    "WentBack",
+    "delete_job",
+    "list_jobs",
+    "mark_job_deleted",
+    "open_store",
+    "purge",
     "status_class",
-]  # fmt: skip
+]

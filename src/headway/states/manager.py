@@ -14,9 +14,8 @@ from typing import Self
 from weakref import WeakSet
 
 from headway.core.retry import call
-from headway.errors import InvalidInput, Unavailable
+from headway.errors import HeadwayError, InvalidInput, Unavailable
 from headway.events import Json
-from headway.states.barrier import LAST_STATUS, Barrier, effective_status
 from headway.states.buffer import Overflow
 from headway.states.live import LiveStore
 from headway.states.state import (
@@ -47,9 +46,23 @@ from headway.telemetry import Log, redact
 
 log = Log("states")
 
+#: Payload field in which an error or warning keeps the progress it replaced.
+LAST_STATUS = "last_status"
+
 #: Maximum length of an error or warning text, after the colored dot. A longer text keeps its beginning and end,
 #: because searching megabytes for secrets would take seconds.
 _TEXT_LIMIT = MESSAGE_LIMIT - 2
+
+
+class TaskFailed(HeadwayError):
+    """Raised by `Manager.wait_for` when a task reported an error."""
+
+    exit_code = 3
+    hint = "See the error: headway states JOB. To wait for a retry, use ignore_errors."
+
+
+class WaitTimeout(HeadwayError, TimeoutError):
+    """Raised by `Manager.wait_for` on timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +284,7 @@ class Manager:
 
         ``after`` and ``limit`` select one page: up to ``limit`` versions above ``after``.
         """
-        return _live_store(self._store, "history").history(task_id, tag, after=after, limit=limit)
+        return self._live_store("history").history(task_id, tag, after=after, limit=limit)
 
     # ---- subscribing -------------------------------------------------------------------
 
@@ -324,34 +337,54 @@ class Manager:
             raise InvalidInput(f"status must be above 0 (got {status}): every task begins with 0.")
         limit = checked_seconds(timeout, "timeout")
         deadline = None if limit is None else clock() + limit
-        barrier = Barrier(self._job_id, self._num_tasks, tag, status, ignore_errors=ignore_errors)
         while True:
+            behind = set(range(self._num_tasks))
             try:
                 with self.subscribe(tag=tag, depth=self._num_tasks + DEPTH, overflow="latest") as subscription:
-                    while not barrier.done:
+                    while behind:
                         left = None if deadline is None else max(0.0, deadline - clock())
                         event = subscription.get(left)
                         if event.state is not None:
-                            barrier.update(event.state)
+                            self._move(event.state, status, behind, ignore_errors=ignore_errors)
                     return self.summary(tag=tag)
             except WentBack:
-                barrier.reset()  # the store lost writes: start over with its current states
+                continue  # the store lost writes: start over with its current states
             except TimeoutError:
-                raise barrier.timed_out(limit) from None
+                raise self._too_late(tag, status, limit, behind) from None
+
+    def _move(self, state: State, status: int, behind: set[int], *, ignore_errors: bool) -> None:
+        if not ignore_errors and status_class(state.status) == "error":
+            raise TaskFailed(f"Task {state.task_id} reported an error for {state.tag!r}: {state.message}")
+        if effective_status(state) >= status:
+            behind.discard(state.task_id)
+        else:
+            behind.add(state.task_id)  # the task may have restarted
+
+    def _too_late(self, tag: str, status: int, timeout: float | None, behind: set[int]) -> WaitTimeout:
+        shown = ", ".join(map(str, sorted(behind)[:10])) + (", ..." if len(behind) > 10 else "")
+        return WaitTimeout(
+            f"After {timeout:g} s {len(behind)} of {self._num_tasks} tasks have not reached {tag!r}: {shown}.",
+            hint=f"See their states: headway states {self._job_id} --tag {tag}",
+        )
 
     # ---- the job ---------------------------------------------------------------------
 
     def mark_job_deleted(self) -> bool:
         """Mark the job as deleted. Only task 0 does it; other tasks do nothing and return False."""
         if self._task_index == 0:
-            _live_store(self._store, "mark_job_deleted").mark_job_deleted()
+            self._live_store("mark_job_deleted").mark_job_deleted()
         return self._task_index == 0
 
     def delete_job(self) -> bool:
         """Delete the job and its states. Only task 0 does it; other tasks do nothing and return False."""
         if self._task_index == 0:
-            _live_store(self._store, "delete_job").delete_job()
+            self._live_store("delete_job").delete_job()
         return self._task_index == 0
+
+    def _live_store(self, operation: str) -> LiveStore:
+        if not isinstance(self._store, LiveStore):
+            raise InvalidInput(f"A {type(self._store).__name__} does not support {operation}.")
+        return self._store
 
     def close(self) -> None:
         """End this manager's subscriptions and close the store, which also ends those of other managers."""
@@ -366,10 +399,12 @@ class Manager:
         self.close()
 
 
-def _live_store(store: Store, operation: str) -> LiveStore:
-    if not isinstance(store, LiveStore):
-        raise InvalidInput(f"A {type(store).__name__} does not support {operation}.")
-    return store
+def effective_status(state: State) -> int:
+    """Return a task's progress. An error or warning counts as the progress its payload kept."""
+    kept = (state.payload or {}).get(LAST_STATUS)
+    if state.status < 0 and isinstance(kept, int) and not isinstance(kept, bool):
+        return kept
+    return state.status
 
 
 def _text_of(error: BaseException | str) -> str:

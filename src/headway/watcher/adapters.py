@@ -245,74 +245,13 @@ def _execution_key(member: str) -> str:
     return Execution(execution_id, job_id, _NOWHERE).key
 
 
-class Commands:
-    """Sends commands and translates errors."""
+class RedisAdapter(RedisProto, RedisHashes):
+    """The commands of both Redis ports."""
 
     def __init__(self, client: Client, db: int, name: str) -> None:
         self._client = client
         self._db = db
         self._name = name
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _command(self, *words: Word) -> object:
-        with _translating(self._name):
-            return self._client.execute_command(*map(_word, words))
-
-    def _commands(self, commands: Sequence[tuple[Word, ...]]) -> list[object]:
-        with _translating(self._name):
-            return self._pipe(commands).execute() if commands else []
-
-    def _try(self, commands: Sequence[tuple[Word, ...]], *, forgiving: type[Exception] | None = None) -> list[object]:
-        """Run commands. An error about a key's type, or of the ``forgiving`` class, is returned in place of its reply."""
-        with _translating(self._name):
-            replies = self._pipe(commands).execute(raise_on_error=False) if commands else []
-            for reply in replies:
-                if isinstance(reply, Exception) and not (
-                    str(reply).startswith("WRONGTYPE") or (forgiving is not None and isinstance(reply, forgiving))
-                ):
-                    raise reply
-            return replies
-
-    def _pipe(self, commands: Sequence[tuple[Word, ...]]) -> Pipe:
-        pipe = self._client.pipeline(transaction=False)
-        for words in commands:
-            pipe.execute_command(*map(_word, words))
-        return pipe
-
-
-class HashesAdapter(Commands, RedisHashes):
-    """The commands of `RedisProcessedStore`."""
-
-    def setnx(self, key: str, value: str) -> str:
-        self._command("SET", key, value, "NX")
-        return _text(self._command("GET", key))
-
-    def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]:
-        return [None if value is None else _text(value) for value in _items(self._command("HMGET", key, *fields))]
-
-    def hgetall(self, key: str) -> dict[str, str]:
-        flat = _items(self._command("HGETALL", key))
-        return {_text(name): _text(value) for name, value in zip(flat[0::2], flat[1::2], strict=True)}
-
-    def highest(self, key: str) -> float | None:
-        found = _members(self._command("ZRANGE", key, -1, -1, "WITHSCORES"))
-        return found[0][1] if found else None
-
-    def lowest(self, key: str, before: float, count: int) -> list[str]:
-        return [
-            _text(member)
-            for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
-        ]
-
-    def together(self, changes: Sequence[Write]) -> None:
-        if changes:
-            self._commands([("MULTI",), *changes, ("EXEC",)])
-
-
-class RedisAdapter(HashesAdapter, RedisProto):
-    """The commands of the watcher."""
 
     @property
     def db(self) -> int:
@@ -411,6 +350,59 @@ class RedisAdapter(HashesAdapter, RedisProto):
         for reply in _items(replies[-1]):
             if isinstance(reply, redis.exceptions.RedisError):
                 raise ServerRefused(f"Redis at {self._name} refused to publish: {redact(str(reply))}")
+
+    def setnx(self, key: str, value: str) -> str:
+        self._command("SET", key, value, "NX")
+        return _text(self._command("GET", key))
+
+    def hmget(self, key: str, fields: Sequence[str]) -> list[str | None]:
+        return [None if value is None else _text(value) for value in _items(self._command("HMGET", key, *fields))]
+
+    def hgetall(self, key: str) -> dict[str, str]:
+        flat = _items(self._command("HGETALL", key))
+        return {_text(name): _text(value) for name, value in zip(flat[0::2], flat[1::2], strict=True)}
+
+    def highest(self, key: str) -> float | None:
+        found = self.zrevrangebyscore(key, 0, 1)
+        return found[0][1] if found else None
+
+    def lowest(self, key: str, before: float, count: int) -> list[str]:
+        return [
+            _text(member)
+            for member in _items(self._command("ZRANGE", key, "-inf", f"({before!r}", "BYSCORE", "LIMIT", 0, count))
+        ]
+
+    def together(self, changes: Sequence[Write]) -> None:
+        if changes:
+            self._commands([("MULTI",), *changes, ("EXEC",)])
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _command(self, *words: Word) -> object:
+        with _translating(self._name):
+            return self._client.execute_command(*map(_word, words))
+
+    def _commands(self, commands: Sequence[tuple[Word, ...]]) -> list[object]:
+        with _translating(self._name):
+            return self._pipe(commands).execute() if commands else []
+
+    def _try(self, commands: Sequence[tuple[Word, ...]], *, forgiving: type[Exception] | None = None) -> list[object]:
+        """Run commands. An error about a key's type, or of the ``forgiving`` class, is returned in place of its reply."""
+        with _translating(self._name):
+            replies = self._pipe(commands).execute(raise_on_error=False) if commands else []
+            for reply in replies:
+                if isinstance(reply, Exception) and not (
+                    str(reply).startswith("WRONGTYPE") or (forgiving is not None and isinstance(reply, forgiving))
+                ):
+                    raise reply
+            return replies
+
+    def _pipe(self, commands: Sequence[tuple[Word, ...]]) -> Pipe:
+        pipe = self._client.pipeline(transaction=False)
+        for words in commands:
+            pipe.execute_command(*map(_word, words))
+        return pipe
 
 
 class GuardAdapter(GuardProto):
