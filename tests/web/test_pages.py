@@ -519,6 +519,8 @@ def test_something_is_found_by_its_name(client: TestClient, stage: Stage):
         (INVOICES, f"/jobs/{INVOICES}"),
         ("page-000007", "/jobs/embed-pages/items/page-000007"),
         (task, f"/tasks/{task}"),
+        ("tomas", "/tasks?user_id=tomas"),
+        ("xref table", f"/jobs/{INVOICES}/items?state=dead&cause=1"),
         ("no such thing", "/jobs?q=no%20such%20thing"),
         ("", "/jobs"),
     ):

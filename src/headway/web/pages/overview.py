@@ -389,7 +389,10 @@ async def overview(pages: Pages, request: Request) -> Response:
 
 
 async def find(pages: Pages, request: Request) -> Response:
-    """Answer ``/find``: redirect to the job, item or task with this id or key, else to a list of jobs that match."""
+    """Answer ``/find``: redirect to what has this name, else to a list of jobs that match.
+
+    It tries the id of a job, the key of an item, the id of a task, a user with tasks, and a word of an error.
+    """
     text = request.query_params.get("q", "").strip()[:512]
     site = pages.site
 
@@ -406,12 +409,23 @@ async def find(pages: Pages, request: Request) -> Response:
         try:
             return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
         except HeadwayError:
-            return None
+            pass  # not the id of a task
+        if reader.tasks(user_id=text, limit=1).tasks:
+            return f"/tasks?user_id={quote(text, safe='')}"
+        return _cause_path(reader, text)
 
     path = await site.view(look, site.reader)
     if path is None:
         path = f"/jobs?q={quote(text, safe='')}"
     return RedirectResponse(site.url(request, path), 303)
+
+
+def _cause_path(reader: Reader, text: str) -> str | None:
+    """Return the dead items of the first cause whose type or message contains ``text``."""
+    for cause in read_causes(reader.database):
+        if text.lower() in f"{cause.type} {cause.message}".lower() and not isinstance(cause.job, Absent):
+            return f"/jobs/{quote(cause.job, safe='')}/items?state=dead&cause={cause.no}"
+    return None
 
 
 PAGES = {"/": overview, "/find": find}
