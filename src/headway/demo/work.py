@@ -1,5 +1,7 @@
-"""What the demo works on. It is copied to where the demo runs and imported from there, as ``docjobs``: so it is code of the
-person who looks, not of Headway, and a failure shows where in it something went wrong."""
+"""The work of the demo.
+
+The demo copies this file and imports it as ``docjobs``, so that it counts as user code: failures name a frame in it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class DocumentCorrupt(Exception):
 
 
 def extract(item: dict[str, Any]) -> int:
-    """One item of the job: some fail always, some only sometimes."""
+    """Process one item of the job. Some items always fail, others sometimes."""
     document = fetch(item["id"], int(item["number"]))
     return count_pages(item["id"], document)
 
@@ -42,14 +44,14 @@ def count_pages(name: str, document: int) -> int:
 
 
 def train(rate: float) -> float:
-    """One job of a plain RQ queue, which the watcher follows."""
+    """Run one job of a plain RQ queue that the watcher follows."""
     if rate > 0.5:
         raise ValueError(f"the loss is not a number at rate {rate}")
     return rate
 
 
 def queue(database: str | None = None) -> TaskQueue:
-    """The queue with its handlers, for ``headway worker --app docjobs:queue``."""
+    """Return the queue with its handlers, for ``headway worker --app docjobs:queue``."""
     from headway.config import Config
     from headway.queue.task_queue import TaskQueue
 
@@ -63,7 +65,7 @@ def queue(database: str | None = None) -> TaskQueue:
         return describe(payload["image"])
 
     @made.handler("export", timeout=30, retries=0)
-    def export(task: RunningTask, payload: Any) -> int:  # noqa: ARG001 - a handler is called with both
+    def export(task: RunningTask, payload: Any) -> int:  # noqa: ARG001 - a handler gets both
         time.sleep(random.uniform(0.2, 1.5))
         return int(payload["image"])
 

@@ -241,6 +241,7 @@ class QueueInfo:
     unserved: tuple[str, ...] = ()  # kinds of waiting tasks that no online worker runs
     completed_total: int = 0
     failed_total: int = 0
+    workers: int = 0  # online workers that serve it
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields with JSON types."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -223,10 +224,11 @@ class TaskQueue:
     def stats(self) -> Sequence[QueueInfo]:
         """Return the four queues in order of service."""
         with self.database.read() as tx:
-            unserved: dict[str, list[str]] = {}
-            for each in workers.unserved(tx):
+            online, unserved = workers.online_workers(tx), dict[str, list[str]]()
+            for each in workers.unserved_by(online, workers.waiting_kinds(tx)):
                 unserved.setdefault(each.queue, []).append(each.kind)
-            return tasks.queue_infos(tx, unserved=unserved)
+            infos = tasks.queue_infos(tx, unserved=unserved)
+        return [replace(one, workers=sum(one.priority.value in each.queues for each in online)) for one in infos]
 
     # ---- changing tasks ----------------------------------------------------------------------------------------------
 

@@ -157,10 +157,8 @@ def read_queues(queue: TaskQueue) -> Queues:
     from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
-        online = online_workers(tx)
-    views = (_view(QueueView, info) for info in queue.stats())
-    counted = tuple(view._replace(workers=sum(view.queue in one.queues for one in online)) for view in views)
-    return Queues(counted, len(online))
+        online = len(online_workers(tx))
+    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online)
 
 
 def task_view(task: Task) -> TaskView:
@@ -172,11 +170,11 @@ _V = TypeVar("_V", QueueView, TaskView)
 
 
 def _view(kind: type[_V], value: Task | QueueInfo) -> _V:
-    """Copy the fields of ``value`` by their JSON names, without the number of workers, which `read_queues` adds."""
+    """Copy the fields of ``value`` by their JSON names."""
     from headway.queue.task import JSON_NAMES
 
     names = {key: name for name, key in JSON_NAMES.items()}
-    values: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields if field != "workers"]
+    values: list[Any] = [getattr(value, names.get(field, field)) for field in kind._fields]
     values = [str(each) if isinstance(each, StrEnum) else each for each in values]
     return kind(*values)
 

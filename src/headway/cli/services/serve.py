@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from headway.cli import database_option, json_option, say, typed
@@ -9,13 +11,18 @@ from headway.cli.toolkit import Number, Whole, clock, confirm, open_store, put, 
 from headway.errors import NotFound, UsageError
 from headway.telemetry import redact
 
+if TYPE_CHECKING:
+    from headway.local_servers import LocalServer
+
 ROLES = ("viewer", "operator", "admin", "user")
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
-@click.option("--port", type=Whole(0, 65_535), default=8700, show_default=True, help="0 takes a free one.")
-@click.option("--name", "names", multiple=True, metavar="HOST", help="A name it is opened under, besides localhost.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=Whole(0, 65_535), default=8700, show_default=True, help="Port; 0 selects a free one.")
+@click.option(
+    "--name", "names", multiple=True, metavar="HOST", help="Host name under which it is opened, besides localhost."
+)
 @click.option("--open", "show", is_flag=True, help="Open it in a browser, logged in.")
 @click.option("--no-auth", is_flag=True, help="Let everybody in as admin. Only on a loopback address.")
 @click.option(
@@ -28,7 +35,7 @@ def serve(
     """Serve the dashboard and the API until stopped.
 
     Everybody needs to log in. At the start it prints a link that opens one session in a browser. Commands of the same
-    user on this machine need nothing: they find the server's token in a file. For others make tokens: headway token.
+    user on this machine find the server's token in a file. For other people create tokens: headway token.
     """
     from headway import local_servers, telemetry
     from headway._sql import connect
@@ -47,22 +54,14 @@ def serve(
         address = f"http://{shown}:{found[1]}"
         server = local_servers.new_server(listener)
         application.access.local, application.access.no_auth = server, no_auth
-        # The store has its own connections: those of the application are closed when the last request is answered.
+        # The application closes its connections after the last request, so relay and alerts have their own.
         with (
             connect(config.text("database"), create=True) as store,
             attending(config, store),
             local_servers.published(server) as problem,
         ):
             say(f"Serving {address} over {redact(application.site.database)}. Ctrl-C ends it.")
-            if problem is not None:
-                say(f"Commands on this machine need a token: the token file cannot be written ({problem.strerror}).")
-            if no_auth:
-                say("Without authentication: whoever reaches this address is admin, also through a proxy or a tunnel.")
-            elif has_tokens:
-                say("Log in with a token; on this machine: headway open")
-            else:
-                say(f"Open it once, within 12 hours: {server.link()}")
-                say(typed("Another link: headway open. For others: headway token create NAME --role viewer"))
+            _say_how_to_enter(server, problem, no_auth=no_auth, has_tokens=has_tokens)
 
             def ready() -> None:
                 put(address)
@@ -73,6 +72,19 @@ def serve(
 
             run(application, listener, ready=ready)
     return 0
+
+
+def _say_how_to_enter(server: LocalServer, problem: OSError | None, *, no_auth: bool, has_tokens: bool) -> None:
+    """Say how people and commands get access."""
+    if problem is not None:
+        say(f"Commands on this machine need a token: the token file cannot be written ({problem.strerror}).")
+    if no_auth:
+        say("Without authentication: whoever reaches this address is admin, also through a proxy or a tunnel.")
+    elif has_tokens:
+        say("Log in with a token; on this machine: headway open")
+    else:
+        say(f"Open it once, within 12 hours: {server.link()}")
+        say(typed("Another link: headway open. For others: headway token create NAME --role viewer"))
 
 
 @click.command("open")
@@ -110,7 +122,7 @@ def open_(address: str | None, *, only_link: bool) -> None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return whether something listens there: a server that was killed leaves its token file behind."""
+    """Return whether a server listens there. A killed server leaves its token file behind."""
     import socket
 
     try:
@@ -122,23 +134,23 @@ def _answers(host: str, port: int) -> bool:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def token() -> None:
-    """Make, list and revoke the tokens of the web application."""
+    """Create, list and revoke tokens of the web application."""
 
 
 @token.command()
 @click.argument("name")
 @click.option(
     "--role", type=click.Choice(ROLES), required=True,
-    help="viewer looks; operator also retries, cancels, pauses; admin does everything; user sees the tasks of the user NAME.",
+    help="viewer reads; operator also retries, cancels and pauses; admin does everything; user sees the tasks of user NAME.",
 )  # fmt: skip
 @click.option(
     "--days", type=Number(0.001, 3650), metavar="DAYS", help="How long it is valid.  [default: until revoked]"
 )
 @database_option
 def create(name: str, database: str | None, *, role: str, days: float | None) -> None:
-    """Make a token for NAME and print it, this once: only its hash is kept.
+    """Create a token for NAME and print it once: only its hash is stored.
 
-    A server needs one before it listens where others can reach it.
+    A server needs a token before it listens on an address that others can reach.
     """
     from headway._sql import connect
     from headway.config import Config
@@ -156,7 +168,7 @@ def create(name: str, database: str | None, *, role: str, days: float | None) ->
 @json_option
 @database_option
 def list_(database: str | None, *, as_json: bool) -> None:
-    """List the tokens, without what is secret of them."""
+    """List the tokens without their secrets."""
     from headway.web.auth import tokens
 
     with open_store(database) as store:
@@ -179,7 +191,7 @@ def list_(database: str | None, *, as_json: bool) -> None:
         ]
         for one in found.tokens
     ]
-    put_table(["TOKEN", "NAME", "ROLE", "MADE", "BY", "ENDS", "REVOKED"], rows, drop=("BY", "MADE"))
+    put_table(["TOKEN", "NAME", "ROLE", "CREATED", "BY", "EXPIRES", "REVOKED"], rows, drop=("BY", "CREATED"))
 
 
 @token.command()
@@ -187,7 +199,7 @@ def list_(database: str | None, *, as_json: bool) -> None:
 @yes_option
 @database_option
 def revoke(id: str, database: str | None, *, yes: bool) -> None:
-    """End a token, and every login by it. A running server knows it within seconds."""
+    """Revoke a token and end its sessions. A running server obeys within seconds."""
     from headway.ledger.store.audit import current_user
     from headway.web.auth import tokens
 
