@@ -140,7 +140,7 @@ def test_a_job_of_rq_that_is_damaged_or_gone_stays_where_it_is_and_costs_no_othe
     assert acted.touched == 1
     assert "2 jobs not requeued" in acted.text
     assert failed(redis) == {jobs[0], jobs[1]}
-    with pytest.raises(NotFound, match="any more"):
+    with pytest.raises(NotFound, match="has this cause now"):
         bulk.requeue_cause(reader, OPERATOR, "0" * 12, until=cause.jobs[0].at)
 
 
