@@ -38,6 +38,7 @@ class Failure:
 
     @property
     def text(self) -> str:
+        """Type and message, as one line."""
         return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
 
 

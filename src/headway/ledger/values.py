@@ -190,6 +190,7 @@ class JobInfo(NamedTuple):
 
     @property
     def remaining(self) -> int:
+        """Number of items that are neither done nor dead."""
         return self.total - self.done - self.dead
 
     @property
@@ -208,6 +209,7 @@ class JobInfo(NamedTuple):
 
     @property
     def percent(self) -> float:
+        """Percentage of the items that are done."""
         return min(100.0, 100.0 * self.done / self.total) if self.total else 0.0
 
 

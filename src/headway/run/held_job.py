@@ -167,6 +167,7 @@ class OpenJob:
 
     @property
     def id(self) -> str:
+        """The job's id."""
         return self._job.id
 
     @property

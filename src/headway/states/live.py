@@ -70,10 +70,12 @@ class LiveStore:
 
     @property
     def job_id(self) -> str:
+        """The job whose states the store keeps."""
         return self._record.job_id
 
     @property
     def num_tasks(self) -> int:
+        """The job's number of tasks, as decided when the job was made."""
         return self._record.num_tasks
 
     @property
@@ -107,6 +109,7 @@ class LiveStore:
     # ---- writing ---------------------------------------------------------------------
 
     def set_state(self, state: State) -> State:
+        """Write a state and return it with the store's version and time."""
         self._check_usable()
         state = checked(state, self.num_tasks)
         if state.job_id != self.job_id:
@@ -149,6 +152,7 @@ class LiveStore:
     # ---- reading ---------------------------------------------------------------------
 
     def get_state(self, task_id: int, tag: str) -> State:
+        """Return the state of one key. If it was never reported, its status and version are 0."""
         task_id = checked_task(task_id, self.num_tasks)
         if type(tag) is not str:
             tag = checked_id(tag, "a tag")
@@ -157,9 +161,11 @@ class LiveStore:
         return State(self.job_id, task_id, checked_id(tag, "a tag")) if state is None else state
 
     def list_states_for_tag(self, tag: str) -> list[State]:
+        """Return the reported states of a tag."""
         return [state for state in self.list_all_states() if state.tag == tag]
 
     def list_all_states(self) -> list[State]:
+        """Return every reported state of the job."""
         self._refresh_if_stale()
         return self._cache.current()
 
@@ -201,6 +207,7 @@ class LiveStore:
         overflow: Overflow = "all",
         timeout: float | None = None,
     ) -> Subscription:
+        """Subscribe to the states of the job: replay, sentinel, then changes."""
         self._check_usable()
         self._supervisor.start(again=True)
         self._refresh_if_stale()

@@ -79,6 +79,7 @@ class Summary:
 
     @property
     def finished(self) -> bool:
+        """Whether every task has finished."""
         return self.state.status == FINISHED
 
 
@@ -109,14 +110,17 @@ class Manager:
 
     @property
     def job_id(self) -> str:
+        """The job that this task belongs to."""
         return self._job_id
 
     @property
     def task_index(self) -> int:
+        """The number of this task, from 0."""
         return self._task_index
 
     @property
     def num_tasks(self) -> int:
+        """The job's number of tasks."""
         return self._num_tasks
 
     # ---- writing ---------------------------------------------------------------------

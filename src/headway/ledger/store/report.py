@@ -180,6 +180,7 @@ class Reports:
 
     @property
     def database(self) -> Database:
+        """The database that keeps the job."""
         return self._database
 
     def info(self) -> JobInfo:

@@ -28,7 +28,8 @@ class Store(Protocol):
     """Stores the states of one job."""
 
     @property
-    def job_id(self) -> str: ...
+    def job_id(self) -> str:
+        """The job whose states the store keeps."""
 
     @property
     def num_tasks(self) -> int:
@@ -221,7 +222,8 @@ class Backend(Protocol):
         """Connect a new listener."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connections of this backend."""
 
 
 # ------------------------------------------------------------------------------------------------------------
