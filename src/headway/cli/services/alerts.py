@@ -1,4 +1,4 @@
-"""``headway alerts``: what needs somebody; acknowledge it, mute it, or watch for it in the foreground."""
+"""``headway alerts``: show, acknowledge, mute and watch alerts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headway.alerts import Change
     from headway.views.system.alerts import AlertView, RuleView
 
-#: The names of `headway.alerts.RULES`, which a test compares: to say them in a help text takes no import.
+#: The names of `headway.alerts.RULES`, repeated here so that the help needs no import. A test compares them.
 RULE_NAMES = (
     "store_away", "stalled_job", "failure_spike", "worker_lost", "no_handler", "delay", "backlog", "new_cause",
     "store_slow", "redis_memory", "event_lag",
@@ -34,30 +34,30 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def _span(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
-    """A time with its unit: 90s, 30m, 2h, 1d."""
+    """Parse a time with its unit (90s, 30m, 2h, 1d) into seconds."""
     given = text.strip().lower()
     digits = given.rstrip("dhimns")
     number, unit = digits.strip(), given[len(digits) :] or "s"
     plain = number.isascii() and number.replace(".", "", 1).isdigit() and len(number) <= 12
     if unit not in _UNITS or not plain or not 0 < float(number) * _UNITS[unit] <= 366 * 86_400:
-        raise click.BadParameter(f"{printable(text)[:40]!r} is no time up to 366 days: use 90s, 30m, 2h or 1d.")
+        raise click.BadParameter(f"{printable(text)[:40]!r} is not a time of at most 366 days: use 90s, 30m, 2h or 1d.")
     return float(number) * _UNITS[unit]
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--rules", "show_rules", is_flag=True, help="Show what each rule sees, and its limit.")
-@click.option("--history", is_flag=True, help="Show closed alerts too, the latest first.")
-@limit_option(50, "Closed alerts to show at most.")
+@click.option("--rules", "show_rules", is_flag=True, help="Show the current value and the limit of each rule.")
+@click.option("--history", is_flag=True, help="Show closed alerts too, latest first.")
+@limit_option(50, "How many closed alerts.")
 @json_option
 @database_option
 @click.pass_context
 def alerts(
     context: click.Context, database: str | None, *, show_rules: bool, history: bool, limit: int, as_json: bool
 ) -> None:
-    """Show what needs somebody: a lost worker, a stalled job, failures, delays, a slow store.
+    """Show open alerts: a lost worker, a stalled job, failures, delays, a slow store.
 
-    One process of a deployment judges the rules; their limits are the settings alert_*. Openings and closings are events,
-    which the configured sinks are told.
+    One process of a deployment evaluates the rules; their limits are the settings alert_*. An alert that opens or closes
+    is an event, which the configured sinks receive.
     """
     if context.invoked_subcommand is not None:
         return
@@ -67,16 +67,14 @@ def alerts(
         put_json(found)
         return
     if found.checked_at is None:
-        say(f"Nobody has judged the rules yet. Do it here: {with_database('headway alerts watch', database)}")
+        say(f"The rules have not been evaluated yet. Start it here: {with_database('headway alerts watch', database)}")
     elif found.stale:
         watch = with_database("headway alerts watch", database)
-        say(
-            f"Nobody has judged the rules since {clock(found.checked_at)}: this is how it was then. Do it here: {watch}"
-        )
+        say(f"Last evaluated at {clock(found.checked_at)}; the alerts below are of that time. Start it here: {watch}")
     if found.alerts:
         _put_alerts(found.alerts)
     elif found.checked_at is not None:
-        put(f"Nothing needs you. Judged at {clock(found.checked_at)}.")
+        put(f"No open alerts. Last evaluated at {clock(found.checked_at)}.")
     if show_rules:
         rows = [[rule.name, rule.state, _amount(rule, rule.value), _amount(rule, rule.limit), rule.subject or "",
                  clock(rule.muted_until)] for rule in found.rules]  # fmt: skip
@@ -105,7 +103,7 @@ def _amount(rule: RuleView, value: float | None) -> str:
 @click.argument("id", type=Whole(1))
 @database_option
 def acknowledge(id: int, database: str | None) -> None:
-    """Say that you know of an alert and see to it. It stays open until what it is about is over."""
+    """Acknowledge an alert, so that others see you are on it. It stays open until the problem clears."""
     from headway.alerts import acknowledge as record
 
     with open_store(database) as store:
@@ -119,18 +117,18 @@ def acknowledge(id: int, database: str | None) -> None:
 @click.option("--subject", default="", help="Only this worker, queue, job, sink or store.  [default: all of the rule]")
 @database_option
 def mute(rule: str, seconds: float, subject: str, database: str | None) -> None:
-    """Tell nobody of a rule's alerts for a while. They open and close all the same; one that is still open then is told."""
+    """Mute notifications of a rule. Its alerts are still tracked; those open at the end are notified then."""
     from headway.alerts import mute as record
 
     with open_store(database) as store:
         record(store, rule, seconds=seconds, by=_who(), subject=subject)
     about = f"{rule} of {printable(subject)}" if subject else rule
-    say(typed(f"Nobody is told of {about} for {duration(seconds)}. Sooner: headway alerts unmute {rule}"))
+    say(typed(f"No notifications of {about} for {duration(seconds)}. End it sooner: headway alerts unmute {rule}"))
 
 
 @alerts.command("unmute")
 @click.argument("rule", type=_RULE, metavar="RULE")
-@click.option("--subject", default="", help="As it was muted.")
+@click.option("--subject", default="", help="The subject that was muted.")
 @database_option
 def unmute(rule: str, subject: str, database: str | None) -> None:
     """End a mute before its time."""
@@ -138,15 +136,15 @@ def unmute(rule: str, subject: str, database: str | None) -> None:
 
     with open_store(database) as store:
         stood = record(store, rule, by=_who(), subject=subject)
-    say(f"{rule} is told again." if stood else f"{rule} was not muted.")
+    say(f"{rule} is no longer muted." if stood else f"{rule} was not muted.")
 
 
 @alerts.command("watch")
 @database_option
 def watch(database: str | None) -> int:
-    """Judge the rules until stopped, print each change, and deliver events to the configured sinks.
+    """Evaluate the rules until stopped, print each change, and deliver events to the configured sinks.
 
-    For those who run no server. Any number of these may run: one of them judges, and another takes over when it ends.
+    Use it where no server runs. Any number of these may run: one of them evaluates, and another takes over when it ends.
     """
     from headway import telemetry
     from headway._sql import connect
@@ -166,7 +164,7 @@ def watch(database: str | None) -> int:
         def hear(change: Change) -> None:
             try:
                 _put_change(change)
-            except OSError as error:  # nobody reads on: there is nobody to watch for
+            except OSError as error:  # the reader of stdout has gone
                 lost.append(error)
                 shutdown.stop.set()
 

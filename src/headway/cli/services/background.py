@@ -1,4 +1,4 @@
-"""What every long-lived command does besides its own work: events reach their sinks, and somebody judges the alerts."""
+"""Background threads of long-lived commands: they deliver events and evaluate alerts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def relaying(config: Config, store: Database, stop: threading.Event) -> Iterator
 
 
 def evaluator(config: Config, store: Database, on_change: Callable[[Change], None] | None = None) -> Evaluator:
-    """Who judges the alerts by the settings, as they are at each round."""
+    """Return the evaluator of alerts. It reads the settings again at each round."""
     from headway.alerts import Evaluator, Rules
 
-    own = config.with_cli({})  # whoever else follows the file must not miss that it changed
+    own = config.with_cli({})  # a copy, because another reader of the file must see the change too
 
     def current() -> Rules:
         own.reload_if_changed()
@@ -38,10 +38,10 @@ def evaluator(config: Config, store: Database, on_change: Callable[[Change], Non
 
 @contextmanager
 def attending(config: Config, store: Database) -> Iterator[None]:
-    """Deliver the store's events and judge the alerts, in threads, while the block runs. Any number of processes may do it:
-    a lease decides who delivers to a sink, and who judges.
+    """Deliver events and evaluate alerts in threads while the block runs.
 
-    Neither can disturb the block: what fails is said in the log and tried again.
+    Any number of processes may do it: a lease decides which one delivers to a sink and which one evaluates. Errors are
+    logged and retried; they do not reach the block.
     """
     stop = threading.Event()
     judging = threading.Thread(target=evaluator(config, store).run, args=(stop,), name="headway-alerts", daemon=True)
