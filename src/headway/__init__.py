@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from headway._version import __version__
 
 if TYPE_CHECKING:
+    from headway.core.retry_after import retry_after as retry_after
     from headway.errors import HeadwayError as HeadwayError
+    from headway.errors import RetryLater as RetryLater
     from headway.finishline import FinishLine as FinishLine
     from headway.ledger import Ledger as Ledger
     from headway.ledger import ProgressManager as ProgressManager
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 #: Public name -> module that defines it.
 _PLACES = {
     "HeadwayError": "headway.errors",
+    "RetryLater": "headway.errors",
+    "retry_after": "headway.core.retry_after",
     "FinishLine": "headway.finishline",
     "Ledger": "headway.ledger",
     "ProgressManager": "headway.ledger",

@@ -13,6 +13,7 @@
     │   └── StaleClaim          the lease expired and another owner has the work
     │       └── LedgerRestored  the database was restored to a moment before this run began (exit 1)
     ├── ItemsFailed             items failed permanently, and raise_on_dead was set (exit 3)
+    ├── SetupFailed             a set-up of workers failed (exit 1)
     ├── Unavailable             a server cannot be reached (exit 6)
     ├── ServerRefused           a server rejected a command (exit 1)
     ├── Stopping                a shutdown interrupted a wait (exit 143)
@@ -23,13 +24,15 @@
         ├── StoreReadOnly       no write permission
         └── StoreFull           no space left
 
+`RetryLater` is not in this tree: functions and handlers raise it to postpone their own work.
+
 The message says *what* happened and *why*. The ``hint`` says what to do next; tracebacks show it as a note.
 ``exit_code`` is the exit status of the command line.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from headway._version import DISTRIBUTION, install_command
 
@@ -128,6 +131,12 @@ class ItemsFailed(HeadwayError):
     result: Any = None
 
 
+class SetupFailed(HeadwayError):
+    """A worker's set-up failed, so the worker started nothing."""
+
+    hint = "Correct the set-up, then run the same command again."
+
+
 class Unavailable(HeadwayError):
     """A server cannot be reached, so the answer is unknown."""
 
@@ -179,3 +188,37 @@ class StoreFull(StorageError):
     """No space is left; all acknowledged records are safe."""
 
     hint = "Free some space and run the same command again: it continues where it stopped."
+
+
+#: Longest delay of `RetryLater`, seconds.
+LONGEST_DELAY = 30 * 86_400.0
+#: Maximum characters of its reason.
+_REASON_LIMIT = 200
+
+
+def is_delay(seconds: object) -> bool:
+    """Return whether the value is a number of seconds from 0 to `LONGEST_DELAY`."""
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= LONGEST_DELAY
+
+
+class RetryLater(Exception):
+    """Raised by a function or handler to postpone its item or task without counting an attempt.
+
+    ``seconds`` is the delay, at most 30 days. With ``scope="job"`` nothing else of the job starts until then; in a queue,
+    nothing else of the task's kind. ``reason`` is shown to people, up to 200 characters of it.
+    """
+
+    def __init__(self, seconds: float, reason: str = "", scope: Literal["item", "job"] = "item") -> None:
+        if not is_delay(seconds):
+            raise InvalidInput(
+                f"The delay of RetryLater must be from 0 to {LONGEST_DELAY:,.0f} seconds (got {seconds!r:.60})."
+            )
+        if scope not in ("item", "job"):
+            raise InvalidInput(f"The scope of RetryLater must be 'item' or 'job' (got {scope!r:.60}).")
+        if not isinstance(reason, str):
+            raise InvalidInput(f"The reason of RetryLater must be text (got {reason!r:.60}).")
+        self.seconds, self.reason, self.scope = float(seconds), reason[:_REASON_LIMIT], scope
+        super().__init__(f"retry in {self.seconds:g} s" + (f": {self.reason}" if self.reason else ""))
+
+    def __reduce__(self) -> tuple[type[RetryLater], tuple[float, str, str]]:
+        return type(self), (self.seconds, self.reason, self.scope)  # pickle would pass the message to __init__

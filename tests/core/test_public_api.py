@@ -14,8 +14,8 @@ CALLS = Path(__file__).with_name("public_api_calls.py")
 
 def test_the_exported_names_are_these():
     assert sorted(headway.__all__) == [
-        "FinishLine", "GiveUp", "HeadwayError", "Ledger", "ProgressManager", "Result", "__version__", "amap", "map",
-        "open_job", "track",
+        "FinishLine", "GiveUp", "HeadwayError", "Ledger", "ProgressManager", "Result", "RetryLater", "__version__", "amap",
+        "map", "open_job", "retry_after", "track",
     ]  # fmt: skip
     assert sorted(dir(headway)) == sorted(headway.__all__)
     for name in headway.__all__:

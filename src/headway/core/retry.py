@@ -1,4 +1,4 @@
-"""Retry policies, waits that a shutdown interrupts, and a circuit breaker.
+"""Retry policies, limits of postponements, waits that a shutdown interrupts, and a circuit breaker.
 
 `RetryPolicy` has five instances for the packages of Headway. A wait ends at once with `Stopping` when its stop event is
 set. `CircuitBreaker` lets reads fail fast while a server is known to be unreachable.
@@ -7,15 +7,53 @@ set. `CircuitBreaker` lets reads fail fast while a server is known to be unreach
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from headway.errors import Stopping
+from headway.errors import InvalidInput, Stopping
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LaterLimit:
+    """How often and for how long one item or task may be postponed by `headway.errors.RetryLater`.
+
+    ``seconds`` counts from the first postponement. An item beyond either limit fails.
+    """
+
+    times: int = 100
+    seconds: float = 86_400.0
+
+    @classmethod
+    def parse(cls, text: str) -> LaterLimit:
+        """Parse ``100``, or ``100/24h`` with a duration in s, min, h or d; raise `InvalidInput`."""
+        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:/\s*(\d{1,9}(?:\.\d{1,3})?)\s*(s|min|m|h|d)\s*)?", text, re.ASCII)
+        seconds = float(found[2]) * _UNITS[found[3]] if found and found[2] else cls().seconds
+        if found is None or seconds > 365 * 86_400:
+            raise InvalidInput(
+                f"A limit of postponements must be a count, or a count and a duration of at most 365 days, "
+                f"such as 100/24h (got {text!r:.60})."
+            )
+        return cls(int(found[1]), seconds)
+
+    def exceeded(self, times: int, seconds: float) -> bool:
+        """Return whether the ``times``-th postponement, ``seconds`` after the first, is one too many."""
+        return times > self.times or seconds > self.seconds
+
+    def __str__(self) -> str:
+        for unit in ("d", "h", "min"):
+            if self.seconds and self.seconds % _UNITS[unit] == 0:
+                return f"{self.times}/{self.seconds / _UNITS[unit]:g}{unit}"
+        return f"{self.times}/{self.seconds:g}s"
+
+
+#: Seconds of each unit of a duration.
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True)
