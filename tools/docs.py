@@ -278,22 +278,24 @@ NOT_COUNTED = {"requirements.md", "CHANGELOG.md"}
 
 
 def paragraphs(page: Path) -> Iterator[str]:
-    """Yield the paragraphs and list items of a page, without code, tables and headings."""
-    text = FENCE.sub("\n", page.read_text("utf-8"))
-    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^#.*$", text, flags=re.MULTILINE):
-        if part.strip() and not part.lstrip().startswith(("|", "#", "<", "![")):
-            yield " ".join(part.split())
+    """Yield the paragraphs and lists of a page, without code, tables and headings."""
+    text = re.sub(r"^\s*(?:\||#|<|!\[).*$", "", FENCE.sub("\n", page.read_text("utf-8")), flags=re.MULTILINE)
+    for part in re.split(r"\n\s*\n", text):
+        if part.strip():
+            yield part
 
 
-def sentences(paragraph: str) -> list[str]:
-    return [part for part in re.split(r"(?<=[.!?:;])\s+", paragraph) if part]
+def sentences(paragraph: str) -> Iterator[str]:
+    for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", paragraph):
+        yield from re.split(r"(?<=[.!?:;])\s+", item)
 
 
 def heavy_prose(page: Path) -> Iterator[str]:
+    """Yield what is wrong with the length of paragraphs and sentences. A list without blank lines is one paragraph."""
     found = list(paragraphs(page))
     for paragraph in found:
         if len(paragraph.split()) > MAX_PARAGRAPH:
-            yield f"{page.relative_to(ROOT)}: a paragraph has over {MAX_PARAGRAPH} words: {paragraph[:60]} ..."
+            yield f"{page.relative_to(ROOT)}: a paragraph has over {MAX_PARAGRAPH} words: {paragraph.strip()[:60]} ..."
     said = [sentence for paragraph in found for sentence in sentences(paragraph)]
     long = [sentence for sentence in said if len(sentence.split()) > MAX_SENTENCE]
     if len(long) > max(1, MAX_SHARE * len(said)):

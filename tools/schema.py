@@ -62,9 +62,8 @@ def page() -> str:
                     (table,),
                 )
                 lines.append("")
-                lines += [f"- `{' '.join(statement.split())}`" for _, statement in sorted(indexes)]
-                if lines[-1]:
-                    lines.append("")
+                if statements := [f"{' '.join(statement.split())};" for _, statement in sorted(indexes)]:
+                    lines += ["```sql", *statements, "```", ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
