@@ -122,7 +122,7 @@ def test_no_event_is_decided_whose_type_has_no_schema():
     """Whatever the source calls the type of an `Event` it makes."""
     made = set()
     for path in (ROOT / "src" / "headway").rglob("*.py"):
-        made |= set(re.findall(r'^\s+type="([\w.]+)",$', path.read_text("utf-8"), re.MULTILINE))
+        made |= set(re.findall(r'\btype="([\w.]+)",', path.read_text("utf-8"), re.MULTILINE))
     for path in (ROOT / "src" / "headway").rglob("*.lua"):
         made |= set(re.findall(r"'type', '([\w.]+)'", path.read_text("utf-8")))
     form = EventForm()

@@ -1,4 +1,4 @@
-"""`Link`: the watcher's subscribed connection, and the check that Redis announces changes.
+"""`RegistryConnection`: the watcher's subscribed connection, and the check that Redis announces changes.
 
 The link is never repaired. If it was cut, was reconnected by the client, or is silent, it raises. A supervisor restarts
 the process, which then catches up.
@@ -31,7 +31,7 @@ BATCH = 1_000
 Route = Callable[[str], None]
 
 
-class Link:
+class RegistryConnection:
     """Receives announcements and passes each to the route of its channel. Raises `Unavailable` if any may be lost."""
 
     def __init__(

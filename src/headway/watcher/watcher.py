@@ -15,7 +15,7 @@ from headway.errors import InvalidInput
 from headway.events import Event
 from headway.telemetry import Log
 from headway.watcher.executions import OutcomeTracker, StartedView
-from headway.watcher.link import Link, Route, preflight
+from headway.watcher.link import RegistryConnection, Route, preflight
 from headway.watcher.ports import GuardProto, RedisProto, WatcherPorts
 from headway.watcher.publisher import EventForm, Publisher
 from headway.watcher.registry import RegistryView
@@ -177,7 +177,7 @@ class NotificationWatcher:
         self._redis_clock = RedisClock(self._redis, ports.clock)
         self._rq = ports.rq()
         self._open_store = open_store
-        self._opened_link: Link | None = None
+        self._opened_link: RegistryConnection | None = None
         self._queues: list[QueueWatch] = []
         #: The queues that await an execution of each job.
         self._following: dict[str, list[QueueWatch]] = {}
@@ -211,7 +211,7 @@ class NotificationWatcher:
         )
         routes: dict[str, Route] = {}
         self._queues = [self._watch(queue, publisher, routes) for queue in dict.fromkeys(self._settings.queues)]
-        link = Link(self._redis.pubsub(), routes, clock=self._clock, ping_s=self._settings.ping_s)
+        link = RegistryConnection(self._redis.pubsub(), routes, clock=self._clock, ping_s=self._settings.ping_s)
         self._opened_link = link
         link.subscribe_patterns([pattern(self._redis.db, key) for key in self._keys()])
         self._guard = self._redis.guard(self._keys())
@@ -256,7 +256,7 @@ class NotificationWatcher:
         return {queue.context.queue: queue.started for queue in self._queues}
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> RegistryConnection:
         assert self._opened_link is not None, "open() comes first"
         return self._opened_link
 

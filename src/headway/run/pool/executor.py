@@ -123,7 +123,7 @@ class Calls:
             self._is_broken = True
             self.dead = self._find_dead()
         self._finished.append((no, future))
-        self._wake.ring()
+        self._wake.notify()
 
     def finished(self) -> Iterator[tuple[int, Any]]:
         """Yield (number, future) of finished calls."""

@@ -65,7 +65,7 @@ class RunLoop:
         began = time.monotonic()
         feed, display = self._context.feed, self._context.display
         wake = WakeUp()
-        self._context.shutdown.on_request(wake.ring)
+        self._context.shutdown.on_request(wake.notify)
         self._selector.register(wake, selectors.EVENT_READ, wake)
         if feed is not None and not feed.ended:
             self._selector.register(feed.fileno(), selectors.EVENT_READ, feed)

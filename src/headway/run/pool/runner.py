@@ -174,13 +174,13 @@ class WakeUp:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def ring(self, *_: object) -> None:
+    def notify(self, *_: object) -> None:
         """Make the selector return."""
         with suppress(OSError):  # full: it is already awake; closed: the run is over
             self._writer.send(b"!")
 
     def clear(self) -> None:
-        """Forget past rings."""
+        """Discard past notifications."""
         with suppress(BlockingIOError):
             self._reader.recv(4096)
 
