@@ -59,11 +59,12 @@ def heartbeat(tx: Tx, sign: Sign) -> str | None:
     return row[0] if row else None
 
 
-def leave(tx: Tx, name: str, *, completed: int, failed: int) -> None:
-    """Record that the worker has ended."""
+def leave(tx: Tx, name: str, *, completed: int, failed: int, lost: bool = False) -> None:
+    """Record that the worker has ended. ``lost``: its supervisor died, so nothing replaces it."""
+    now = tx.now()
     tx.execute(
-        "UPDATE task_workers SET state = 'ended', task = NULL, ended_at = ?, completed = ?, failed = ? WHERE name = ?",
-        (tx.now(), completed, failed, name),
+        "UPDATE task_workers SET state = ?, task = NULL, seen_at = ?, ended_at = ?, completed = ?, failed = ? WHERE name = ?",
+        ("lost" if lost else "ended", now, now, completed, failed, name),
     )
 
 

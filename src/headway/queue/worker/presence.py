@@ -53,9 +53,10 @@ class Presence:
         except HeadwayError as error:
             log.warning("the heartbeat could not be sent", worker=self._name, error=str(error))
 
-    def leave(self) -> None:
-        """Record that the worker has ended."""
+    def leave(self, *, lost: bool = False) -> None:
+        """Record that the worker has ended; with ``lost`` because its supervisor died."""
         completed, failed = self._outcomes.completed, self._outcomes.failed
         self._queue.database.run(
-            lambda tx: workers.leave(tx, self._name, completed=completed, failed=failed), operation="queue.leave"
+            lambda tx: workers.leave(tx, self._name, completed=completed, failed=failed, lost=lost),
+            operation="queue.leave",
         )

@@ -215,7 +215,7 @@ class Worker:
         try:
             self.outcomes.record()
             self.claims.release_held()
-            self._presence.leave()
+            self._presence.leave(lost=self._orphaned() and not self.is_stopping)
         except HeadwayError as error:  # the sweeper recovers the rest, because our process will be dead
             log.warning("the worker could not sign off", worker=self.name, error=str(error))
 

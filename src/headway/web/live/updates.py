@@ -28,9 +28,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from headway.errors import HeadwayError, Unavailable
 from headway.telemetry import Log, error_message, metrics, redact
-from headway.views.jobs.job import cause_view
+from headway.views.jobs.job import cause_view, read_speeds
 from headway.views.jobs.listing import job_view
-from headway.views.jobs.speed import FORECAST_ITEMS
+from headway.views.jobs.speed import Speed
 from headway.views.queue import read_queues, read_workers, task_view
 from headway.views.shape import Json, iso, plain
 from headway.web.api import problems
@@ -38,6 +38,7 @@ from headway.web.live.monitor import Monitor, check_job
 
 if TYPE_CHECKING:
     from headway.ledger.values import JobInfo
+    from headway.views.jobs.series import Series
     from headway.views.reading import Reader
     from headway.web.auth.identity import Access
     from headway.web.auth.tokens import Pulse
@@ -60,7 +61,7 @@ MANY: Final = "Too many live connections are open."
 JOBS: Final = 100
 TASKS: Final = 100
 CAUSES: Final = 3
-#: Seconds over which a rate is computed.
+#: Seconds for which a task that has changed stays in the snapshot.
 WINDOW: Final = 60.0
 #: Seconds after which a connection's user is authenticated again, even if no token or session changed.
 RECHECK: Final = 300.0
@@ -76,10 +77,9 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class Look:
-    """Reads the content of a snapshot. It caches the causes of unchanged jobs and the samples for rates."""
+    """Reads the content of a snapshot. It caches the causes of unchanged jobs."""
 
     reader: Reader
-    _done: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     _causes: dict[str, tuple[tuple[int, int], dict[str, Json]]] = field(default_factory=dict)
 
     def __call__(self, *, everybody: bool, users: tuple[str, ...]) -> tuple[Sections, dict[str, Sections]]:
@@ -91,7 +91,8 @@ class Look:
         sections: Sections = {"store": {"database": {"error": None}}}
         if everybody:
             jobs = self._jobs()
-            sections["jobs"] = {info.id: self._job(info) for info in jobs}
+            speeds = read_speeds(database, jobs)
+            sections["jobs"] = {info.id: _job(info, speeds.get(info.no)) for info in jobs}
             sections["causes"] = self._dead(jobs)
             sections["queues"] = {view.queue: plain(view) for view in read_queues(self.reader.queue).queues}
             sections["workers"] = {view.name: plain(view) for view in read_workers(self.reader.queue).workers}
@@ -112,30 +113,9 @@ class Look:
         where = "WHERE archived = 0 ORDER BY CASE WHEN holder IS NULL THEN 1 ELSE 0 END, updated_at DESC LIMIT ?"
         found = find_jobs(self.reader.database, where, (JOBS,))
         ids = {info.id for info in found}
-        for memory in (self._done, self._causes):
-            for id in [id for id in memory if id not in ids]:
-                del memory[id]
+        for id in [id for id in self._causes if id not in ids]:
+            del self._causes[id]
         return found
-
-    def _job(self, info: JobInfo) -> Json:
-        """Return the job's view with its rate over `WINDOW` and the seconds left at that rate."""
-        rate = left = None
-        if info.held:
-            seen = self._done.setdefault(info.id, deque(maxlen=int(WINDOW / TICK) + 2))
-            seen.append((time.monotonic(), info.done))
-            while seen[-1][0] - seen[0][0] > WINDOW or seen[0][1] > info.done:
-                seen.popleft()
-            seconds, done = seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
-            if seconds >= TICK and done:
-                rate = done / seconds
-                left = info.remaining / rate if done >= FORECAST_ITEMS else None
-        else:
-            self._done.pop(info.id, None)
-        return {
-            **plain(job_view(info)),
-            "rate": None if rate is None else round(rate, 3),
-            "eta_seconds": None if left is None else round(left, 1),
-        }
 
     def _dead(self, jobs: list[JobInfo]) -> dict[str, Json]:
         """Return the causes of dead letters. Each poll reads at most `CAUSES` jobs whose counts have changed."""
@@ -147,6 +127,16 @@ class Look:
             views = {f"{info.id}/{one.no}": plain(cause_view(one)._replace(job=info.id)) for one in causes if one.dead}
             self._causes[info.id] = ((info.dead, info.failures), views)
         return {key: view for _, views in self._causes.values() for key, view in views.items()}
+
+
+def _job(info: JobInfo, found: tuple[Series, Speed] | None) -> Json:
+    """Return a job's view with its current rate and the seconds left, as its page defines them."""
+    speed = found[1] if found else Speed()
+    return {
+        **plain(job_view(info)),
+        "rate": None if speed.rate is None else round(speed.rate, 3),
+        "eta_seconds": None if speed.forecast is None else round(speed.forecast.likely, 1),
+    }
 
 
 class Channel:

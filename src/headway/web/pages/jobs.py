@@ -29,7 +29,7 @@ from headway.web.pages import draw
 from headway.web.pages.render import Pages, num
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
-STATUSES = ("processing", "interrupted", "needs a run", "pending", "completed")
+STATUSES = ("processing", "paused", "interrupted", "needs a run", "pending", "completed")
 #: Maximum causes in the filter.
 CHOICES = 50
 #: Maximum rows of the map as a table.
@@ -47,8 +47,6 @@ class Found(NamedTuple):
     #: The requests to the current run (pause, stop, scale); None without a run that can be controlled.
     asked: Control | None
     times: Times | None
-    #: Why and by whom the last run was stopped; empty if it runs or finished.
-    reason: str
 
 
 def read_job(reader: Reader, id: str) -> Found:
@@ -61,19 +59,7 @@ def read_job(reader: Reader, id: str) -> Found:
     return Found(
         now, sheet, line, series, read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
         job.asked(runs[-1].no) if controlled else None, read_death_times(reader.database, causes),
-        "" if sheet.job.holder or not runs else _stop_reason(reader, id, runs[-1]),
     )  # fmt: skip
-
-
-def _stop_reason(reader: Reader, id: str, run: Run) -> str:
-    """Return why a run stopped before the end."""
-    if run.outcome == "stopped":
-        return f"Stopped by --max-failures {run.settings.get('max_failures', '')}".rstrip()
-    for entry in reader.activity(job=id, actor=None, before=None, limit=20).activity:
-        if entry.action == "stop" and entry.at >= run.started_at:
-            reason = entry.detail.get("reason")
-            return f"Stopped by {entry.actor}" + (f" (“{reason}”)" if reason else "")
-    return "Interrupted"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +248,7 @@ async def job(pages: Pages, request: Request) -> Response:
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
         pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
-        times=found.times, reason=found.reason,
+        times=found.times, last=found.sheet.runs[-1] if found.sheet.runs else None,
         causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip
 

@@ -377,6 +377,7 @@ async def overview(pages: Pages, request: Request) -> Response:
     unseen = tuple(alert for need in all_ for alert in need.open if not need.seen)
     return pages.answer(
         request, "overview.html", now=now.at, refresh=15, found=now, needs=all_, running=running,
+        active=sum(line.job.status == "processing" for line in running),
         open=sum(need.size for need in all_ if not need.seen), unseen=unseen,
         rate=now.rate or 0.0, success=100 * now.hour.done / tried if tried else None,
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
