@@ -41,7 +41,7 @@ def test_an_error_has_three_parts_and_no_colour_where_nobody_sees_it(headway_cli
     assert plain.returncode == 2
     assert plain.stderr.splitlines() == [
         "Error: There is no database at headway.db.",
-        "  Start a job first (headway run ...), or name the right one: --database sqlite:///FILE",
+        "  Start a job first (headway run ...), or set another database: --database sqlite:///FILE",
     ]
     forced = headway_cli("jobs", env={"FORCE_COLOR": "1"})
     assert "\x1b[31m" in forced.stderr

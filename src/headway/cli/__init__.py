@@ -1,4 +1,4 @@
-"""The command line. Each group of verbs is a module of its own, imported when one of its verbs is typed."""
+"""The command line. Each group of commands is a module, imported when one of its commands is used."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from headway import __version__
 from headway.core.text import cut, printable, shows_color, with_option
 from headway.errors import HeadwayError, StorageError
 
-F = TypeVar("F", bound=Callable[..., Any])  # click's decorators take and give any function
+F = TypeVar("F", bound=Callable[..., Any])  # click's decorators accept any function
 
-#: verb -> where it lives.
+#: Command -> module and function.
 COMMANDS: dict[str, str] = {
     "run": "headway.cli.jobs.run:run",
     "jobs": "headway.cli.jobs.listing:jobs",
@@ -63,7 +63,7 @@ COMMANDS: dict[str, str] = {
     "completion": "headway.cli.completion:completion",
 }
 
-#: How ``headway --help`` groups the verbs.
+#: The groups of ``headway --help``.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Run and look": ("run", "jobs", "show", "status", "runs", "items", "item", "log", "results"),
     "Control a run": ("pause", "resume", "stop", "scale"),
@@ -75,7 +75,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Maintenance": ("doctor", "config", "audit", "forget", "purge", "completion"),
 }
 
-#: What ``headway VERB --help`` ends with.
+#: The example at the end of each command's help.
 EXAMPLES: dict[str, str] = {
     "run": "headway run ads:make_ad --items products.jsonl --job ads",
     "jobs": "headway jobs --watch",
@@ -152,7 +152,7 @@ EXAMPLES: dict[str, str] = {
     "completion": "headway completion bash",
 }
 
-#: What the command ends with; there are no others.
+#: Every exit code and its meaning.
 EXIT_CODES: dict[int, str] = {
     0: "everything is done",
     1: "headway failed: a bug, or the storage",
@@ -167,7 +167,7 @@ EXIT_CODES: dict[int, str] = {
 
 
 class LazyGroup(click.Group):
-    """Imports a verb's module only when that verb is used: start-up stays quick however many verbs there are."""
+    """Imports a command's module on first use, so that start-up stays quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -183,7 +183,7 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The verbs by what they are for; one that no section names comes last."""
+        """Write the commands by section; those without a section come last."""
         named = {name for names in SECTIONS.values() for name in names}
         others = tuple(name for name in COMMANDS if name not in named)
         for title, names in [*SECTIONS.items(), ("Others", others)]:
@@ -210,9 +210,9 @@ class LazyGroup(click.Group):
 
 
 def _give_example(command: click.Command, path: str) -> None:
-    """Let the help of a verb, and of the verbs below it, end with its example."""
+    """Append the example to the help of a command and of its subcommands."""
     example = EXAMPLES.get(path)
-    if example is not None:  # said again each time: one command may be known by two names
+    if example is not None:  # assigned each time: a command may have two names
         command.epilog = f"\b\nExample:\n  {example}"
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():
@@ -226,25 +226,25 @@ def headway() -> None:
 
 
 def database_option(function: F) -> F:
-    """``--database URL``, the same on every command. None means: as the settings say."""
+    """Add ``--database URL`` to a command. None: use the settings."""
     return click.option(
         "--database", "-d", metavar="URL", callback=_note_database,
-        help="Where the records are kept.  [default: sqlite:///headway.db]",
+        help="Database with the records.  [default: sqlite:///headway.db]",
     )(function)  # fmt: skip
 
 
 def _note_database(ctx: click.Context, parameter: click.Parameter, database: str | None) -> str | None:  # noqa: ARG001  # click's
-    """What is to be typed next needs it too: see `typed`."""
+    """Remember the database, because suggested commands need it too: see `typed`."""
     _named.set(database)
     return database
 
 
-#: The database that was named on the command line that is carried out.
+#: The ``--database`` of the current command.
 _named: ContextVar[str | None] = ContextVar("named", default=None)
 
 
 def typed(text: str) -> str:
-    """``text`` with the database that was named by hand in each command in it, which can be typed as it stands then."""
+    """Add ``--database`` to each command in ``text`` if this command was given one."""
     database = _named.get()
     if database is None or "headway " not in text:
         return text
@@ -254,7 +254,7 @@ def typed(text: str) -> str:
 
 
 def _takes_database(command: str) -> bool:
-    """Whether this is a command of ours that takes ``--database``, and does not name one."""
+    """Return whether the command accepts ``--database`` and does not have it yet."""
     found: click.Command = headway
     words = command.split()[1:]
     while isinstance(found, click.Group) and words:
@@ -268,17 +268,17 @@ def _takes_database(command: str) -> bool:
 
 
 def json_option(function: F) -> F:
-    """``--json``, the same on every command that reads."""
+    """Add ``--json`` to a command that reads."""
     return click.option("--json", "as_json", is_flag=True, help="Machine-readable output with stable keys.")(function)
 
 
 def say(text: str = "") -> None:
-    """Talk goes to stderr; stdout is for data."""
+    """Print a message to stderr. Stdout is for data."""
     click.echo(text, err=True)
 
 
 def fail(error: HeadwayError) -> int:
-    """Show an error in its three parts: what happened and why, then what to do."""
+    """Print an error with its hint and return its exit code."""
     stream = sys.stderr
     colored = stream is not None and shows_color(os.environ.get("HEADWAY_COLOR", "auto"), stream, os.environ)
     click.echo(
@@ -292,25 +292,24 @@ def fail(error: HeadwayError) -> int:
 
 
 def _readable(text: str) -> str:
-    """What was typed may be in it: it must not move the cursor, nor fill the screen."""
+    """Remove control characters and limit the length, because the text may repeat user input."""
     return cut("\n".join(printable(line) for line in text.split("\n")), 2000)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The entry point: every outcome becomes one of the documented exit codes."""
+    """Run the command line and exit with one of `EXIT_CODES`."""
     from headway.core.lifecycle import wait_for_children
 
     wait_for_children()
     code = invoke(arguments)
-    # Whatever was loaded stays until the process ends, which is now: looking through it for garbage on the way out
-    # takes a sixth of the time of a short command.
+    # The process ends now. Without freeze a last garbage collection would take a sixth of a short command's time.
     gc.freeze()
     sys.exit(code)
 
 
 def invoke(arguments: list[str] | None = None) -> int:
     if os.environ.get("_HEADWAY_COMPLETE") == "powershell_complete":
-        import_module("headway.cli.completion")  # click knows the other shells by itself
+        import_module("headway.cli.completion")  # click supports the other shells itself
     _named.set(None)
     _show_warnings_plainly()
     try:
@@ -327,9 +326,9 @@ def invoke(arguments: list[str] | None = None) -> int:
         if isinstance(error, click.NoSuchOption) and error.possibilities:
             from difflib import get_close_matches
 
-            # click names up to three, by the alphabet: for --worker also --key
+            # click suggests up to three, in alphabetical order: for --worker also --key
             vars(error)["possibilities"] = get_close_matches(error.option_name, error.possibilities, 1)
-        vars(error)["message"] = _readable(error.message)  # final for whoever reads it
+        vars(error)["message"] = _readable(error.message)  # typed as final
         error.show()
         return error.exit_code
     except KeyboardInterrupt:
@@ -339,7 +338,7 @@ def invoke(arguments: list[str] | None = None) -> int:
     except SystemExit:
         if not type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             raise
-        return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # that is how click ends when the reader left
+        return _output_lost(BrokenPipeError(errno.EPIPE, ""))  # click exits like this when stdout was closed
 
 
 def _show_warnings_plainly() -> None:
@@ -348,25 +347,24 @@ def _show_warnings_plainly() -> None:
     if getattr(show, "plain", False):
         return
 
-    def shown(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def shown(message: Warning | str, category: type[Warning], *position: Any, **more: Any) -> None:
         if category.__module__.partition(".")[0] == "headway":
             say(f"Warning: {message}")
         else:
-            show(message, category, *place, **more)
+            show(message, category, *position, **more)
 
     vars(shown)["plain"] = True
     warnings.showwarning = shown
 
 
 def _output_lost(error: OSError) -> int:
-    """What is written last, by click itself or when streams are flushed, has nowhere to go: the reader left, or the
-    disk is full. Any other error of the system is not expected here, and says so in full."""
+    """Handle a failed write to stdout: the reader has exited, or the disk is full. Raise any other OSError."""
     if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF):
         raise error
     _discard(sys.stdout)
     try:
         return 0 if isinstance(error, BrokenPipeError) else fail(output_lost(error))
-    except OSError:  # nor can it be said
+    except OSError:  # stderr is closed too
         _discard(sys.stderr)
         return 1
 
@@ -376,6 +374,6 @@ def output_lost(error: OSError) -> HeadwayError:
 
 
 def _discard(stream: TextIO | None) -> None:
-    """What is still buffered goes nowhere: else Python would try once more when it ends, and complain."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
+    """Redirect a stream to /dev/null, so that Python does not try to flush it again at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or missing
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]  # None is suppressed

@@ -1,4 +1,4 @@
-"""``forget``, ``purge``, ``audit`` and ``config``: what is kept, for how long, who changed it, by which settings."""
+"""``forget``, ``purge``, ``audit`` and ``config``: retention, the audit trail and the settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @yes_option
 @database_option
 def forget(job: str, database: str | None, *, yes: bool) -> None:
-    """Delete a job with all its records. The audit trail keeps that it was there."""
+    """Delete a job with all its records. The audit trail keeps an entry."""
     with open_ledger(database) as ledger:
         info = find_job(ledger, job).info()
         confirm(f"Delete job {job} with its {plural(info.total, 'item')}?", yes=yes)
@@ -51,12 +51,12 @@ def forget(job: str, database: str | None, *, yes: bool) -> None:
     "--older-than",
     type=Number(0, MOST_DAYS),
     metavar="DAYS",
-    help="Jobs that have not changed for so many days.  [default: the setting retention_days]",
+    help="Jobs unchanged for this many days.  [default: the setting retention_days]",
 )
 @yes_option
 @database_option
 def purge(database: str | None, *, older_than: float | None, yes: bool) -> None:
-    """Delete finished jobs, and those a fresh start has put aside, once they are old."""
+    """Delete old finished jobs, and old jobs that a fresh start has archived."""
     days = _retention(database) if older_than is None else older_than
     with open_ledger(database) as ledger:
         old = _purgeable(ledger, days)
@@ -83,7 +83,7 @@ def _purgeable(ledger: Ledger, days: float) -> list[JobInfo]:
     from headway.ledger.values import utc
 
     limit = ledger.database.now() - timedelta(days=days).total_seconds()
-    if limit < 0:  # before the first of all times nothing has changed
+    if limit < 0:  # older than the first representable date: no job
         return []
     jobs = ledger.jobs(archived=True)
     return [info for info in jobs if (info.finished_at is not None or info.archived) and info.updated_at < utc(limit)]
@@ -94,7 +94,7 @@ def _purgeable(ledger: Ledger, days: float) -> list[JobInfo]:
 @json_option
 @database_option
 def audit(job: str | None, database: str | None, *, as_json: bool) -> None:
-    """Show who changed recorded work, when and why: resets, retries, purges, corrections. Oldest first."""
+    """Show who changed recorded work, when and why, oldest first: resets, retries, purges, corrections."""
     with open_reader(database) as reader:
         found = reader.audit(job)
     if as_json:
@@ -111,14 +111,14 @@ def _in_words(detail: Mapping[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--show-origin", is_flag=True, help="Say where each value comes from.")
+@click.option("--show-origin", is_flag=True, help="Show the origin of each value.")
 @json_option
 @database_option
 def config(database: str | None, *, show_origin: bool, as_json: bool) -> None:
-    """Show the settings in force. Passwords and tokens in them are masked.
+    """Show the settings in force, with passwords and tokens masked.
 
-    A setting comes from the command line, else from HEADWAY_NAME in the environment, else from headway.toml, else it
-    follows another setting or is the default.
+    A setting comes from the command line, else from HEADWAY_NAME in the environment, else from headway.toml. Otherwise
+    it is derived from another setting, or is the default.
     """
     from headway.config import Config
 
@@ -131,7 +131,7 @@ def config(database: str | None, *, show_origin: bool, as_json: bool) -> None:
 
 
 def _as_toml(value: object) -> str:
-    """A value as headway.toml would have it."""
+    """Format a value as in headway.toml."""
     match value:
         case None:
             return "none"

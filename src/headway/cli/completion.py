@@ -1,4 +1,4 @@
-"""``completion``: the script a shell needs to complete headway's verbs, options, job ids and causes."""
+"""``completion``: print the script with which a shell completes commands, options, job ids and causes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHELLS = ("bash", "zsh", "fish", "powershell")
 
 @add_completion_class
 class PowerShellComplete(ShellComplete):
-    """PowerShell hands over the words typed so far; it gets back one ``value<TAB>help`` per line."""
+    """Completion for PowerShell. It passes the words so far and reads one ``value<TAB>help`` per line."""
 
     name = "powershell"
     source_template = """\

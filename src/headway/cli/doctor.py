@@ -1,4 +1,4 @@
-"""``doctor``: looks at the store and its surroundings and says what is well and what is not."""
+"""``doctor``: check the store and its surroundings."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headway.views.system.health import Finding, examine, health
 
 
 def _findings(database: str | None) -> Iterable[Finding]:
-    """One after another as they are found here; from a server all at once."""
+    """Yield findings as they are made. A server sends all at once."""
     try:
         address = Config(cli={"database": database}).text("database")
     except ConfigError:
-        address = ""  # found again, and told as a finding
+        address = ""  # `examine` reports it as a finding
     if not is_server(address):
         return examine(database, version=__version__)
     with open_reader(database) as reader:
@@ -30,7 +30,7 @@ def _findings(database: str | None) -> Iterable[Finding]:
 @json_option
 @database_option
 def doctor(database: str | None, *, as_json: bool) -> int:
-    """Check the store and its surroundings. Every line is ok, warn or fail; exit 1 if one failed."""
+    """Check the store and its surroundings. Every line is ok, warn or fail; exit 1 if a check failed."""
     findings: list[Finding] = []
     for finding in _findings(database):
         findings.append(finding)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def place_options(function: F) -> F:
-    """Where projects live, the same on every command here."""
+    """Add ``--projects-redis`` and ``--database`` to a command."""
     database = click.option(
-        "--database", "-d", metavar="URL", help="The projects' record.  [default: none, unless the settings name one]"
+        "--database", "-d", metavar="URL", help="Database with the projects.  [default: none, unless set]"
     )
     redis = click.option(
         "--projects-redis",
@@ -45,24 +45,24 @@ def open_line(projects_redis: str | None, database: str | None, *, journal: bool
 
     config = Config(cli={"projects_redis": projects_redis, "database": database})
     record = config.text("database") if config.is_set("database") else None
-    # Somebody waits at the terminal: one more try, and then the answer is that Redis is away.
+    # A user waits at the terminal: retry once, then report that Redis is unreachable.
     retry = RetryPolicy(retries=1, base=0.5)
     return FinishLine(config.text("projects_redis"), record, journal, checkpointer=False, retry=retry)
 
 
 @click.command()
 @click.argument("project_id")
-@click.option("--watch", "-w", is_flag=True, help="Go on until the project is DONE or FAILED.")
+@click.option("--watch", "-w", is_flag=True, help="Follow it until the project is DONE or FAILED.")
 @click.option("--every", metavar="SECONDS", type=Number(0.05, 86_400), default=2.0, show_default=True)
 @json_option
 @place_options
 def progress(
     project_id: str, *, watch: bool, every: float, as_json: bool, projects_redis: str | None, database: str | None
 ) -> int:
-    """How far a project is.
+    """Show the progress of a project.
 
-    Ends with 2 when there is no such project and with 6 when Redis is away. With --watch: 0 when the project is
-    DONE, 3 when it is and items failed, 1 when it is FAILED.
+    Exit codes: 2 the project does not exist, 6 Redis is unreachable. With --watch: 0 the project is DONE, 3 it is DONE
+    and items failed, 1 it is FAILED.
     """
     config = Config(cli={"projects_redis": projects_redis, "database": database})
     with on_signals(Shutdown()) as shutdown, _asking(config) as ask:
@@ -78,7 +78,7 @@ def progress(
 
 @contextmanager
 def _asking(config: Config) -> Iterator[Callable[[str], ProjectProgress]]:
-    """Who says how far a project is: the server that the settings name as the database, else Redis."""
+    """Yield a function that reads progress: from the server that the settings name as the database, else from Redis."""
     if is_server(config.text("database")):
         with reader_of(config) as server:
             yield lambda project_id: _found(server, project_id)
@@ -139,16 +139,16 @@ def _in_words(found: ProjectProgress) -> str:
 
 @click.group()
 def project() -> None:
-    """Begin, change and delete projects of the finish line."""
+    """Create, change and delete projects of the finish line."""
 
 
 @project.command()
 @click.argument("project_id")
-@click.option("--total", type=Whole(), default=0, help="How many items there are, if that is known.")
-@click.option("--journal", is_flag=True, help="Keep every count in the database, so that all of it can be rebuilt.")
+@click.option("--total", type=Whole(), default=0, help="Number of items, if known.")
+@click.option("--journal", is_flag=True, help="Store every count in the database, so that nothing is lost with Redis.")
 @place_options
 def create(project_id: str, *, total: int, journal: bool, projects_redis: str | None, database: str | None) -> None:
-    """Begin a project; one that exists is left as it is."""
+    """Create a project. An existing one is not changed."""
     with open_line(projects_redis, database, journal=journal) as line:
         found = line.create(project_id, total)
         put(_in_words(project_view(project_id, found)))
@@ -161,7 +161,7 @@ def create(project_id: str, *, total: int, journal: bool, projects_redis: str | 
 @click.argument("total", type=Whole())
 @place_options
 def total(project_id: str, total: int, *, projects_redis: str | None, database: str | None) -> None:
-    """Set how many items there are."""
+    """Set the number of items."""
     with open_line(projects_redis, database) as line:
         _say_answer(line.set_total(project_id, total))
 
@@ -171,17 +171,17 @@ def total(project_id: str, total: int, *, projects_redis: str | None, database: 
 @click.argument("status", metavar="INITIALIZING|CRAWLING|PROCESSING|FAILED")
 @place_options
 def status(project_id: str, status: str, *, projects_redis: str | None, database: str | None) -> None:
-    """Set the status. Nothing completes while it is CRAWLING or FAILED."""
+    """Set the status. A project that is CRAWLING or FAILED cannot complete."""
     with open_line(projects_redis, database) as line:
         _say_answer(line.set_status(project_id, status.upper()))
 
 
 @project.command("finish-crawl")
 @click.argument("project_id")
-@click.option("--total", type=Whole(), help="How many items were found, if it is not set yet.")
+@click.option("--total", type=Whole(), help="Number of items, if it is not set yet.")
 @place_options
 def finish_crawl(project_id: str, *, total: int | None, projects_redis: str | None, database: str | None) -> None:
-    """All items are known: the project completes when they are through."""
+    """Declare that all items are known. The project completes when all are counted."""
     with open_line(projects_redis, database) as line:
         _say_answer(line.finish_crawl(project_id, total))
 
@@ -191,7 +191,7 @@ def finish_crawl(project_id: str, *, total: int | None, projects_redis: str | No
 @yes_option
 @place_options
 def delete(project_id: str, *, yes: bool, projects_redis: str | None, database: str | None) -> int:
-    """Forget a project and everything counted in it."""
+    """Delete a project and its counts."""
     with open_line(projects_redis, database) as line:
         confirm(f"Delete project {project_id} and everything counted in it?", yes=yes)
         if line.delete(project_id):

@@ -108,7 +108,7 @@ def _pages_of(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
-    # The width is fixed: the page must not depend on the terminal it was written on.
+    # A fixed width, so that the page does not depend on the terminal.
     settings = {**command.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
     return click.Context(command, info_name=name, parent=parent, **settings)
 

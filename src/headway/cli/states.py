@@ -1,4 +1,4 @@
-"""``headway states``: where each task of a job is, followed live, waited for, and cleaned up."""
+"""``headway states``: show, follow, wait for and delete the states of a job's tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = {"not-started": 0, "started": STARTED, "finished": FINISHED}
 
 
 class _JobOrVerb(click.Group):
-    """``headway states JOB`` shows a job. Verbs are taken first; a job named like one is shown by ``states show wait``."""
+    """Accepts ``headway states JOB``. Subcommands come first; for a job named like one use ``states show JOB``."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -50,7 +50,7 @@ def store_option(function: F) -> F:
         "--store",
         "-s",
         metavar="URL",
-        help="Where the states are kept: sqlite, postgresql, redis or firestore.  [default: as the settings say]",
+        help="Store of the states: sqlite, postgresql, redis or firestore.  [default: the setting states]",
     )(function)
 
 
@@ -59,16 +59,16 @@ def _url(store: str | None) -> str:
 
 
 def _monitor(store: str | None, job: str) -> Manager:
-    """A view of a job that exists. It is bound to task 0 and never writes."""
+    """Open the states of an existing job, read-only."""
     opened, num_tasks = states.open_store(_url(store), job)
     return Manager(job, 0, num_tasks, opened)
 
 
 @click.group("states", cls=_JobOrVerb, no_args_is_help=True)
 def group() -> None:
-    """Where each task of a job is: headway states JOB [--follow].
+    """Show the state of each task of a job: headway states JOB [--follow].
 
-    The status of a whole is its lowest: a job is as far as the task that is least far.
+    The status of a job is the lowest status of its tasks.
     """
 
 
@@ -76,7 +76,7 @@ def group() -> None:
 @click.argument("job")
 @click.option("--task", type=Whole(), metavar="N", help="Only this task.")
 @click.option("--tag", metavar="T", help="Only this tag.")
-@click.option("--follow", "-f", is_flag=True, help="Go on and show every change; Ctrl-C ends it.")
+@click.option("--follow", "-f", is_flag=True, help="Print every change until Ctrl-C.")
 @store_option
 @json_option
 def show(job: str, task: int | None, tag: str | None, follow: bool, store: str | None, as_json: bool) -> None:
@@ -107,7 +107,7 @@ def show(job: str, task: int | None, tag: str | None, follow: bool, store: str |
 
 
 def _follow(manager: Manager, task: int | None, tag: str | None, as_json: bool) -> None:
-    """Until Ctrl-C, or until the job is gone. A store that went back in time is shown from the beginning."""
+    """Print changes until Ctrl-C or until the job is deleted. After a restored backup, start over."""
     while True:
         try:
             with manager.subscribe(task_id=task, tag=tag) as subscription:
@@ -139,13 +139,13 @@ def _put_event(event: StateEvent, as_json: bool) -> None:
 @click.argument("job")
 @click.option("--tag", required=True, metavar="T", help="The tag to wait for.")
 @click.option("--status", default="finished", show_default=True, metavar="S", help="started, finished, or a number.")
-@click.option("--timeout", type=Number(), metavar="SECONDS", help="Give up after so long.  [default: never]")
-@click.option("--ignore-errors", is_flag=True, help="Go on waiting when a task reports an error.")
+@click.option("--timeout", type=Number(), metavar="SECONDS", help="Time limit.  [default: none]")
+@click.option("--ignore-errors", is_flag=True, help="Continue to wait when a task reports an error.")
 @store_option
 def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: bool, store: str | None) -> None:
     """Wait until every task of JOB has reached a status with a tag.
 
-    Ends with 0 when they have, 3 when a task reported an error, 1 when it took too long, 2 when JOB was deleted.
+    Exit codes: 0 all tasks have reached it, 3 a task reported an error, 1 the timeout has passed, 2 JOB was deleted.
     """
     with _monitor(store, job) as manager:
         manager.wait_for(tag, _status(status), timeout=timeout, ignore_errors=ignore_errors)
@@ -156,7 +156,7 @@ def wait(job: str, tag: str, status: str, timeout: float | None, ignore_errors: 
 @store_option
 @json_option
 def jobs(store: str | None, as_json: bool) -> None:
-    """List the jobs whose states are kept."""
+    """List the jobs that have states."""
     with reader_of(Config(cli={"states": store}), "states") as reader:
         found = reader.states_jobs()
     if as_json:
@@ -168,7 +168,7 @@ def jobs(store: str | None, as_json: bool) -> None:
 
 @group.command()
 @click.argument("job")
-@click.option("--mark", is_flag=True, help="Only leave a tombstone; the next purge removes the job.")
+@click.option("--mark", is_flag=True, help="Only mark the job as deleted; the next purge removes it.")
 @yes_option
 @store_option
 def delete(job: str, mark: bool, yes: bool, store: str | None) -> None:
@@ -183,7 +183,7 @@ def delete(job: str, mark: bool, yes: bool, store: str | None) -> None:
     "--older-than",
     type=Number(0, MOST_DAYS),
     metavar="DAYS",
-    help="Also finished jobs in which nothing was written for this many days.",
+    help="Include finished jobs unchanged for this many days.",
 )
 @store_option
 def purge(older_than: float | None, store: str | None) -> None:

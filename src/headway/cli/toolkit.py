@@ -1,7 +1,4 @@
-"""What every verb uses: opening the store, asking, printing tables and JSON, reading numbers, completing words.
-
-One way each, so that a verb reads like the others and a person has to learn it once.
-"""
+"""Shared parts of all commands: open the store, confirm, print tables and JSON, parse numbers, complete words."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ if TYPE_CHECKING:
     from headway.views.reading import Reader
     from headway.views.shape import Document
 
-#: Completion may take so long; then it offers nothing rather than making somebody wait.
+#: Time limit of completion, in seconds. Afterwards nothing is suggested.
 COMPLETION_SECONDS = 0.2
-#: The most days anything can be old: further back no date goes.
+#: Maximum age in days that a date can represent.
 MOST_DAYS = 365_000
-#: A text in a column reads well down to this width, and says nothing below the other.
+#: Width to which text columns are cut first, and the width below which they are dropped.
 READABLE = 24
 NARROWEST = 8
 
@@ -40,7 +37,7 @@ NARROWEST = 8
 
 
 def open_store(database: str | None) -> Database:
-    """The database as the settings say. One that is not there is an error, never made by looking at it."""
+    """Open the database of the settings. Raises `NotFound` if it does not exist."""
     from headway._sql import connect
     from headway.config import Config, is_server
 
@@ -54,7 +51,7 @@ def open_store(database: str | None) -> Database:
 
 
 def open_reader(database: str | None) -> Reader | Client:
-    """What answers the questions of reading verbs: the database as the settings say, or the server that they name."""
+    """Open a reader for the database of the settings, or for the server that they name."""
     from headway.config import Config
 
     return reader_of(Config(cli={"database": database}))
@@ -80,7 +77,7 @@ def open_ledger(database: str | None) -> Ledger:
 
 
 def with_database(command: str, database: str | None) -> str:
-    """A command to type next, with the database that was named for this one."""
+    """Return a suggested command with the ``--database`` of this one."""
     if not database:
         return command
     from shlex import quote
@@ -93,7 +90,7 @@ def with_database(command: str, database: str | None) -> str:
 
 
 class Number(click.types.FloatParamType):
-    """A number within bounds. ``nan`` is within none, and no bound is so high that a clock or a date could not keep it."""
+    """A number within bounds, which also exclude NaN and values that no clock or date can hold."""
 
     def __init__(self, minimum: float = 0.0, maximum: float = 1e9) -> None:
         self.minimum, self.maximum = minimum, maximum
@@ -106,7 +103,7 @@ class Number(click.types.FloatParamType):
 
 
 class Whole(click.types.IntParamType):
-    """A whole number within bounds: without others, one that both engines can keep."""
+    """A whole number within bounds; by default those of both SQL engines."""
 
     def __init__(self, minimum: int = 0, maximum: int = 2**63 - 1) -> None:
         self.minimum, self.maximum = minimum, maximum
@@ -135,12 +132,12 @@ def limit_option(default: int, help: str) -> Callable[[F], F]:
 
 
 def yes_option(function: F) -> F:
-    """``--yes``, the same on every command that asks."""
+    """Add ``--yes`` to a command that asks for confirmation."""
     return click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before records are changed. Where nobody can answer, refuse and name the flag."""
+    """Ask for confirmation before changing records. Without a terminal, refuse and name ``--yes``."""
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
@@ -155,7 +152,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[Any]]  # str or
 
 
 def _within_time(find: Callable[[click.Context, str], list[Any]]) -> Completer:
-    """Ask the store in the time there is. Completion never shows an error: it offers nothing instead."""
+    """Run a completion function with a time limit. On any error it suggests nothing."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:  # noqa: ARG001  # click's
         import threading
@@ -187,7 +184,7 @@ def _job_ids(ctx: click.Context, incomplete: str) -> list[Any]:
 def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
     from click.shell_completion import CompletionItem
 
-    # While the value of an option is missing, click does not know the arguments yet: the job is the first word.
+    # click has not parsed the arguments while an option's value is incomplete: the job is the first word.
     job = ctx.params["job"] or next(word for word in ctx.args if not word.startswith("-"))
     with open_ledger(ctx.params.get("database")) as ledger:
         return [
@@ -202,27 +199,27 @@ def _cause_numbers(ctx: click.Context, incomplete: str) -> list[Any]:
 
 
 def put(text: str = "", *, end: str = "\n") -> None:
-    """A line of data on stdout; what its encoding lacks is escaped. `headway.cli.invoke` knows what a lost line means."""
+    """Print a line of data to stdout, escaping characters that its encoding lacks."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     click.echo(text.encode(encoding, "backslashreplace").decode(encoding) + end, nl=False)
 
 
 def put_json(document: Document) -> None:
-    """A view as one JSON document."""
+    """Print a view as a JSON document."""
     import json
 
     put(json.dumps(document.as_json(), indent=2))
 
 
 def put_json_line(document: Document) -> None:
-    """A view as one line, for those that follow each other."""
+    """Print a view as one line of JSON."""
     import json
 
     put(json.dumps(document.as_json()))
 
 
 def put_json_rows(schema: str, facts: dict[str, object], name: str, rows: Iterable[object]) -> None:
-    """One document with a row per line, written as it is read: a million rows need no memory."""
+    """Print a document with one row per line, as the rows are read, in constant memory."""
     import json
 
     from headway.views.shape import plain
@@ -245,7 +242,7 @@ def put_table(
     whole: Sequence[str] = (),
     drop: Sequence[str] = (),
 ) -> None:
-    """Columns, fitted to the terminal; see `table`."""
+    """Print columns, fitted to the terminal; see `table`."""
     for line in table(heads, rows, right=right, whole=whole, drop=drop, columns=terminal_columns()):
         put(line)
 
@@ -259,10 +256,11 @@ def table(
     drop: Sequence[str] = (),
     columns: int | None = None,
 ) -> list[str]:
-    """Lines of at most ``columns`` cells. Columns in ``right`` are numbers; those, ``whole`` and ``drop`` are never cut.
+    """Return the lines of a table that is at most ``columns`` cells wide.
 
-    Where there is not enough room, texts are cut, the widest first; when each is as narrow as reads well, whole columns
-    go in the order of ``drop``, and then texts are cut further. The first column names the row: it is cut last of all.
+    Columns in ``right`` are numbers, aligned right. They and those in ``whole`` and ``drop`` are never cut. If there is
+    not enough room, the widest texts are cut first, then the columns of ``drop`` are removed in order, then texts are
+    cut further. The first column names the row and is cut last.
     """
     printed = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     shown = list(range(len(heads)))
@@ -282,7 +280,7 @@ def table(
 def _fit(
     heads: Sequence[str], natural: Sequence[int], uncut: set[str], going: list[int], columns: int
 ) -> tuple[list[int], list[int]]:
-    """Which columns are shown and how wide each is."""
+    """Return the columns to show and their widths."""
     shown = list(range(len(heads)))
     while True:
         widths, narrowest = list(natural), READABLE if going else NARROWEST
@@ -307,7 +305,7 @@ def _field(text: str, width: int, *, numeric: bool) -> str:
 
 
 def wrapped(parts: Sequence[str], *, columns: int, indent: str = "  ") -> list[str]:
-    """``parts`` one after another, on as many lines as they need; no part is divided."""
+    """Join ``parts`` on as many lines as needed, without breaking a part."""
     lines = [indent]
     for part in parts:
         if lines[-1].strip() and cells(lines[-1]) + 1 + cells(part) > columns:
@@ -317,7 +315,7 @@ def wrapped(parts: Sequence[str], *, columns: int, indent: str = "  ") -> list[s
 
 
 def item_name(key: str | None, payload: object, most: int = 60) -> str:
-    """Return what a person calls an item: its key, or a short form of its payload. Empty if neither is known."""
+    """Return the name to show for an item: its key, or a short form of its payload, or an empty text."""
     from headway.views.shape import ABSENT
 
     if key is not None:
@@ -330,7 +328,7 @@ def item_name(key: str | None, payload: object, most: int = 60) -> str:
 
 
 def terminal_columns() -> int | None:
-    """How wide the terminal is; None where stdout is none, so that nothing is cut that a program will read."""
+    """Return the terminal's width; None if stdout is not a terminal, so that nothing is cut."""
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     from shutil import get_terminal_size
@@ -339,5 +337,5 @@ def terminal_columns() -> int | None:
 
 
 def clock(at: datetime | None) -> str:
-    """A time as people read it: local, to the second."""
+    """Format a time in local time, to the second."""
     return "" if at is None else at.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -278,7 +278,8 @@ class Sweeper:
             return 0
         hints = self._hints
         full = hints.check_memory()
-        # Also while Redis is full: one that evicts keys has lost hints, and workers find rows that are marked unhinted.
+        # This also runs while Redis is full: an evicting Redis may have lost hints, and marking their rows as unhinted
+        # lets workers find them.
         old = self._run(lambda tx: hint_marks.doubtful(tx, older_than=HINT_SECONDS, limit=_BATCH), "queue.doubtful")
         missing = hints.missing(old) if old else []
         if missing is None:
@@ -286,7 +287,7 @@ class Sweeper:
         if old:
             lost = {task_id for task_id, _ in missing}
             present = [task_id for task_id, _ in old if task_id not in lost]
-            self._run(lambda tx: hint_marks.hinted(tx, present), "queue.hinted")  # looked at again later
+            self._run(lambda tx: hint_marks.hinted(tx, present), "queue.hinted")  # checked again in a later round
             self._run(lambda tx: hint_marks.unhint(tx, lost), "queue.unhint")
         if full:
             return 0

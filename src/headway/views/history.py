@@ -1,4 +1,4 @@
-"""Marks for charts: what happened when, so that a change of a curve has an explanation beside it."""
+"""Marks for charts: events that explain a change of a curve."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _of_action(row: Row) -> Mark:
 
 
 def _of_workers(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Yield a deploy wherever a worker of another version than the one before started."""
+    """Yield a deploy wherever a worker starts with another version than the previous one."""
     from headway.ledger.values import utc
 
     before: str | None = None

@@ -1,4 +1,4 @@
-"""The states of a job's tasks: what each said last, and what they come to together."""
+"""The states of a job's tasks, and the state of the whole job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_BYTES = 1_000_000
 
 
 class State(NamedTuple):
-    """What one task said about one tag."""
+    """The state of one task for one tag."""
 
     job_id: Annotated[str, "the job's id"]
     task_id: Annotated[int, "the task, from 0"]
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 class States(NamedTuple):
-    """`headway states`: where each task of a job is."""
+    """`headway states`: the states of a job."""
 
     job: Annotated[str, "the job's id"]
     num_tasks: Annotated[int, "how many tasks it has"]
@@ -68,7 +68,7 @@ class StateEvent(NamedTuple):
 
 
 class StatesJob(NamedTuple):
-    """A job whose states are kept."""
+    """A job that has states."""
 
     job: Annotated[str, "its id"]
     num_tasks: Annotated[int, "how many tasks it has"]
@@ -78,7 +78,7 @@ class StatesJob(NamedTuple):
 
 
 class StatesJobs(NamedTuple):
-    """`headway states jobs`: the jobs whose states are kept."""
+    """`headway states jobs`: the jobs that have states."""
 
     jobs: Annotated[tuple[StatesJob, ...], "the jobs"]
 

@@ -218,10 +218,8 @@ class RegistryView:
             self._context.breathe()
 
     def sweep(self, *, touched: bool, unheard: bool) -> None:
-        """Read without an announcement: some commands (DEL, RENAME, FLUSHDB) cause none.
-
-        ``touched``: something changed since the last sweep. ``unheard``: and nothing was announced.
-        """
+        """Read the registry without a notification, because some commands (DEL, RENAME, FLUSHDB) cause none.
+        ``touched``: a key changed since the last sweep. ``unheard``: no notification arrived for that change."""
         if self._context.now() - self._walked_at >= WALK_S:
             self.walk(prune=True)
         elif touched and self._size < self._context.page_size:

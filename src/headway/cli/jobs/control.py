@@ -1,4 +1,4 @@
-"""``pause``, ``resume``, ``stop`` and ``scale``: what can be asked of a run from another terminal."""
+"""``pause``, ``resume``, ``stop`` and ``scale``: control a run from another terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.views.jobs.listing import find_job
 @job_argument
 @database_option
 def pause(job: str, database: str | None) -> None:
-    """Let a run finish what it works on and begin nothing more until it is resumed."""
+    """Pause a run: it finishes its current items and starts no more until it is resumed."""
     with open_ledger(database) as ledger:
         find_job(ledger, job).pause()
     say(typed(f"Job {job} is asked to pause. Go on:  headway resume {job}"))
@@ -25,7 +25,7 @@ def pause(job: str, database: str | None) -> None:
 @job_argument
 @database_option
 def resume(job: str, database: str | None) -> None:
-    """Let a paused run go on."""
+    """Resume a paused run."""
     with open_ledger(database) as ledger:
         find_job(ledger, job).resume()
     say(f"Job {job} is asked to go on.")
@@ -33,10 +33,10 @@ def resume(job: str, database: str | None) -> None:
 
 @click.command()
 @job_argument
-@click.option("--now", is_flag=True, help="Abandon the items that run; no attempt is counted.")
+@click.option("--now", is_flag=True, help="Abandon the current items; no attempt is counted.")
 @database_option
 def stop(job: str, database: str | None, *, now: bool) -> None:
-    """End a run as Ctrl-C does: what runs is finished and recorded, the rest is left for the same command."""
+    """Stop a run as Ctrl-C does: it finishes its current items. The same command continues the job."""
     with open_ledger(database) as ledger:
         find_job(ledger, job).stop(now=now)
     say(f"Job {job} is asked to stop{'' if now else ' when what it works on is finished'}.")
@@ -47,7 +47,7 @@ def stop(job: str, database: str | None, *, now: bool) -> None:
 @click.argument("workers", type=Whole(1, MOST_WORKERS), metavar="N")
 @database_option
 def scale(job: str, workers: int, database: str | None) -> None:
-    """Let a run work on N items at once, or a fleet with N slots. Those that run are finished."""
+    """Change the number of workers of a run, or of slots of a fleet. Current items are finished."""
     with open_ledger(database) as ledger:
         found = find_job(ledger, job)
         found.scale(workers)

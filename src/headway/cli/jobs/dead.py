@@ -1,4 +1,4 @@
-"""``dead``: what failed for good, by cause; and ``retry``, which gives it another life."""
+"""``dead``: permanent failures by cause; and ``retry``, which makes them pending again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headway.views.jobs.job import Cause
 
 
-#: Lines shown of what the first item of a cause printed.
+#: Lines of output shown of the first item of a cause.
 SHOWN_LINES = 5
 #: Causes that `dead show` shows.
 SHOWN_CAUSES = 20
@@ -44,7 +44,7 @@ SHOWN_CAUSES = 20
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def dead() -> None:
-    """Dead letters: items that failed for good, grouped by cause."""
+    """Show dead letters: items that failed permanently, grouped by cause."""
 
 
 @dead.command("list")
@@ -53,7 +53,7 @@ def dead() -> None:
 @json_option
 @database_option
 def list_(job: str | None, database: str | None, *, limit: int, as_json: bool) -> None:
-    """List the causes that items are dead of, in all jobs or one."""
+    """List the causes of dead letters, of all jobs or one."""
     with open_reader(database) as reader:
         found = reader.dead(job)
     if as_json:
@@ -80,7 +80,7 @@ def list_(job: str | None, database: str | None, *, limit: int, as_json: bool) -
 @json_option
 @database_option
 def show(job: str, database: str | None, *, cause: int | None, limit: int, as_json: bool) -> None:
-    """Show each cause with the items that are dead of it."""
+    """Show each cause with its dead letters."""
     with open_reader(database) as reader:
         if as_json:
             put_json(reader.dead_items(job, cause=cause, limit=limit))
@@ -126,7 +126,7 @@ def _put_cause(job: str, cause: Cause, database: str | None) -> None:
 @dead.command()
 @job_argument
 @cause_option("Only what is dead of this cause.")
-@click.option("--payload", is_flag=True, help="With the payloads, unmasked.")
+@click.option("--payload", is_flag=True, help="Include the payloads, unmasked.")
 @database_option
 def export(job: str, database: str | None, *, cause: int | None, payload: bool) -> None:
     """Write the dead letters to stdout as JSONL, one per line."""
@@ -140,14 +140,14 @@ def export(job: str, database: str | None, *, cause: int | None, payload: bool) 
 @click.command()
 @job_argument
 @cause_option("Only what is dead of this cause.")
-@click.option("--item", "items", multiple=True, metavar="KEY|IDX", help="Only this item; can be given several times.")
+@click.option("--item", "items", multiple=True, metavar="KEY|IDX", help="Only this item; repeatable.")
 @yes_option
-@click.option("--reason", default="", help="Why; kept in the audit trail.")
+@click.option("--reason", default="", help="Reason, for the audit trail.")
 @database_option
 def retry(job: str, database: str | None, *, cause: int | None, items: tuple[str, ...], yes: bool, reason: str) -> None:
-    """Give dead letters another life: they are pending again, with no failure counted.
+    """Make dead letters pending again, with no failures counted.
 
-    The next run of the job takes them. What they failed of stays in their history.
+    The next run of the job executes them. Their earlier failures stay in the history.
     """
     from headway.ledger.store.audit import current_user
 
@@ -173,7 +173,7 @@ dead.add_command(retry)
 
 
 def _in_words(cause: Cause) -> str:
-    """Type and message, short enough for a question."""
+    """Return type and message of a cause, short enough for a question."""
     return cut(printable(f"{cause.type}: {cause.message}" if cause.message else cause.type), 100).rstrip(".")
 
 

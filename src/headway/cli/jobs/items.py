@@ -1,4 +1,4 @@
-"""``items``, ``item`` and ``log``: what became of each item."""
+"""``items``, ``item`` and ``log``: the state and history of items."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from headway.views.shape import ABSENT, iso, schema_of
 if TYPE_CHECKING:
     from headway.views.jobs.items import Attempt
 
-#: The states an item can be in, as everywhere.
+#: The states of an item.
 STATUSES = ("pending", "processing", "retrying", "done", "dead")
 
-#: Lines shown of what an attempt printed.
+#: Lines of output shown of an attempt.
 PRINTED_LINES = 20
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line \d+')
@@ -58,7 +58,7 @@ def items(
     after: int | None,
     as_json: bool,
 ) -> None:
-    """List items by index, page by page."""
+    """List items by index, one page at a time."""
     start = -1 if after is None else after
     with open_reader(database) as reader:
         found = reader.items(job, status=status, cause=cause, after=start, limit=limit, payload=not as_json)
@@ -92,12 +92,12 @@ def items(
 @click.command()
 @job_argument
 @click.argument("item", metavar="KEY|IDX")
-@click.option("--payload", is_flag=True, help="Show the payload; what looks like a secret in it stays masked.")
+@click.option("--payload", is_flag=True, help="Show the payload, with secrets masked.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks and output in full.")
 @json_option
 @database_option
 def item(job: str, item: str, database: str | None, *, payload: bool, traceback: bool, as_json: bool) -> None:
-    """Show one item: every run of it, what failed where, and when it is tried again."""
+    """Show one item: every attempt, its failures, and the time of its next attempt."""
     with open_reader(database) as reader:
         sheet = reader.item(job, item, payload=payload)
     if as_json:
@@ -137,14 +137,14 @@ def _put_attempt(attempt: Attempt, *, whole: bool) -> None:
 
 
 def last_lines(text: str, most: int) -> list[str]:
-    """The end of what was printed, ready to be shown."""
+    """Return the last lines of an item's output."""
     lines = text.splitlines()
     left_out = [f"({len(lines) - most:,} lines before)"] if len(lines) > most else []
     return left_out + [_one_line(line) for line in lines[-most:]]
 
 
 def own_frames_first(detail: str, *, whole: bool = False) -> list[str]:
-    """A traceback whose frames of the user's own code come first; those of libraries are folded into one line."""
+    """Reorder a traceback: the user's own frames first, library frames folded into one line."""
     own: list[str] = []
     foreign: list[str] = []
     other: list[str] = []
@@ -174,11 +174,11 @@ def _one_line(raw: str) -> str:
 
 @click.command()
 @job_argument
-@click.option("--tsv", is_flag=True, help="Columns divided by tabs, with a header: for grep, cut and spreadsheets.")
+@click.option("--tsv", is_flag=True, help="Columns separated by tabs, with a header.")
 @json_option
 @database_option
 def log(job: str, database: str | None, *, tsv: bool, as_json: bool) -> None:
-    """Print every ended run of every item, in the order of the items."""
+    """Print every ended attempt of every item, in order of the items."""
     with open_reader(database) as reader:
         entries = reader.log(job)
         if as_json:

@@ -1,4 +1,4 @@
-"""``jobs``, ``runs``, ``show`` and ``status``: which jobs there are and how far each is."""
+"""``jobs``, ``runs``, ``show`` and ``status``: jobs and their progress."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from headway.views.jobs.durations import Durations, SlowItem
     from headway.views.jobs.job import JobSheet, Run
 
-#: Seconds between two looks of --watch.
+#: Seconds between two updates of --watch.
 WATCH_SECONDS = 1.0
-#: A bar of fewer cells says nothing.
+#: Minimum width of a bar, in cells.
 SHORTEST_BAR = 10
-#: How many runs and causes the sheet of a job shows.
+#: Maximum runs and causes shown by ``show``.
 SHEET_ROWS = 10
 
-watch_option = click.option("--watch", "-w", is_flag=True, help="Look again every second, on a terminal.")
+watch_option = click.option("--watch", "-w", is_flag=True, help="Update every second, on a terminal.")
 
 
 @click.command()
-@click.option("--all", "everything", is_flag=True, help="Also those a fresh start has put aside.")
+@click.option("--all", "everything", is_flag=True, help="Include jobs archived by a fresh start.")
 @limit_option(200, "How many; --json has all.")
 @watch_option
 @json_option
 @database_option
 def jobs(database: str | None, *, as_json: bool, everything: bool, watch: bool, limit: int = 200) -> None:
-    """List the jobs, the one that changed last first."""
+    """List the jobs, most recently changed first."""
     with open_reader(database) as reader:
         if watch:
             _watch(lambda: (_job_table(reader.jobs(archived=everything).jobs[:limit]), False), as_json=as_json)
@@ -103,7 +103,7 @@ def _ago(at: datetime) -> str:
 @json_option
 @database_option
 def runs(job: str, database: str | None, *, as_json: bool, limit: int) -> None:
-    """List the runs of a job: every start and resume, and how each ended."""
+    """List the runs of a job: every start and resume, and how it ended."""
     with open_reader(database) as reader:
         found = reader.runs(job)
     if as_json:
@@ -145,7 +145,7 @@ def _run_rows(found: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 @json_option
 @database_option
 def show(job: str, database: str | None, *, as_json: bool, watch: bool) -> None:
-    """Show one job: counts, runs, causes of failure, who runs it, and the command to continue."""
+    """Show one job: counts, runs, causes of failure, its process, and the command to continue."""
     with open_reader(database) as reader:
         found = reader.job(job)
         if watch:
@@ -158,7 +158,7 @@ def show(job: str, database: str | None, *, as_json: bool, watch: bool) -> None:
 
 
 def _lines(sheet: JobSheet, database: str | None) -> list[str]:
-    """Everything about a job on one page."""
+    """Return the lines of ``show``."""
     job, columns = sheet.job, terminal_columns() or 120
     kept = f" ({sheet.kept:,} kept)" if sheet.kept else ""
     words = [
@@ -196,7 +196,7 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
 
 
 def _durations(found: Durations, done: int) -> list[str]:
-    """How long items took, in words that are not divided."""
+    """Return the durations of items as phrases that are not broken across lines."""
     looked = f" (of {found.looked_at:,} looked at)" if found.looked_at < done else ""
     slowest = [f"{_name(item)} {took(item.seconds)}" for item in found.slowest[:3]]
     words = ["an item took", f"{took(found.p50)} (p50),", f"{took(found.p95)} (p95){looked};", "slowest:"]
@@ -212,7 +212,7 @@ def _indented(lines: list[str]) -> list[str]:
 
 
 def _bar_lines(sheet: JobSheet, columns: int) -> list[str]:
-    """The bar with the counts, and the speed beside it, or below where there is no room."""
+    """Return the bar with the counts. The speed is beside it, or below on a narrow terminal."""
     from headway.run.display.display import bar
 
     job, total = sheet.job, sheet.job.total or 1
@@ -230,11 +230,11 @@ def _bar_lines(sheet: JobSheet, columns: int) -> list[str]:
 
 
 def _left(sheet: JobSheet) -> str:
-    """``~18 min left (15 to 25 min)``, or nothing while that cannot be said."""
+    """Return ``~18 min left (15 to 25 min)``, or an empty text without a forecast."""
     if sheet.eta_seconds is None:
         return ""
     likely = f"~{roughly(sheet.eta_seconds)} left"
-    if sheet.eta_low_seconds is None or sheet.eta_high_seconds is None:  # a server of an earlier version
+    if sheet.eta_low_seconds is None or sheet.eta_high_seconds is None:  # an older server sends no range
         return likely
     low, high = roughly(sheet.eta_low_seconds), roughly(sheet.eta_high_seconds)
     (number, _, unit), (_, _, other) = low.partition(" "), high.partition(" ")
@@ -259,7 +259,7 @@ def _state(sheet: JobSheet) -> str:
 
 
 def _advice(job: views.Job, database: str | None) -> str:
-    """The next command to type, if there is one."""
+    """Return the command to run next, or an empty text."""
     if job.holder is not None:
         return ""
     if job.pending or job.retrying:
@@ -280,27 +280,27 @@ def _lines_until_finished(sheet: JobSheet, database: str | None) -> tuple[list[s
 @database_option
 @click.pass_context
 def status(ctx: click.Context, job: str | None, database: str | None, *, as_json: bool, watch: bool) -> None:
-    """The same as `headway jobs`, or with JOB as `headway show JOB`."""
+    """Show the same as `headway jobs`, or with JOB the same as `headway show JOB`."""
     if job is None:
         ctx.invoke(jobs, database=database, as_json=as_json, watch=watch, everything=False)
     else:
         ctx.invoke(show, job=job, database=database, as_json=as_json, watch=watch)
 
 
-def _watch(look: Callable[[], tuple[list[str], bool]], *, as_json: bool) -> None:
-    """Draw what ``look`` gives, again and again, until it says that this was the last."""
+def _watch(read: Callable[[], tuple[list[str], bool]], *, as_json: bool) -> None:
+    """Draw the lines that ``read`` returns until it reports that they are final."""
     if as_json or terminal_columns() is None:
         raise UsageError("--watch draws on a terminal.", hint="For programs: call it with --json as often as you like.")
     from shutil import get_terminal_size
 
     drawn = 0
     while True:
-        lines, last = look()
+        lines, is_final = read()
         size = get_terminal_size()
         shown = [cut(line, max(1, size.columns - 1)) for line in lines[: max(1, size.lines - 1)]]
-        # From the first of the lines drawn before, clear everything below: right also after a resize.
+        # Clear from the first line of the previous drawing downwards, which also works after a resize.
         put((f"\x1b[{drawn}A\r\x1b[J" if drawn else "") + "\n".join(shown))
         drawn = len(shown)
-        if last:
+        if is_final:
             return
         time.sleep(WATCH_SECONDS)

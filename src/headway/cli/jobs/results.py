@@ -76,7 +76,7 @@ def _write_utf8() -> None:
 
 
 def _say_what_is_left(job: Job) -> None:
-    """Say how many items an interrupted or killed run has left."""
+    """Report how many items are left after an interrupted or killed run."""
     info = job.info()
     if info.remaining and not info.held:
         left = f"{plural(info.remaining, 'item')} {'is' if info.remaining == 1 else 'are'} left"

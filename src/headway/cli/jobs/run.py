@@ -157,7 +157,7 @@ def run(
                 "timeout": timeout, "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
             }
         )  # fmt: skip
-    # Where progress is read by a program, everything on stderr is.
+    # With JSON progress, errors on stderr are JSON lines too.
     as_lines = config["log_format"] == "json" or config["progress"] == "json"
     telemetry.configure(level=config.text("log_level").upper(), as_json=as_lines)
     for warning in caught:

@@ -1,4 +1,4 @@
-"""How ``headway run`` carries out a validated request and reports it."""
+"""Executes a validated request of ``headway run`` and reports the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headway.run.pool.runner import Ending
 from headway.run.session import RunRequest, Session
 from headway.telemetry import redact
 
-#: Options that belong to one start only and are left out of the command that continues it.
+#: Options for a single start, which the command to continue omits.
 _ONCE = {"--fresh", "--accept-changes", "--dry-run"}
 
 
@@ -53,7 +53,7 @@ class Order:
         return None if work is None or callable(work) else work.check
 
     def id(self, session: Session, source: str) -> str:
-        """Return the job's id: as named, else made of the function and the source."""
+        """Return the job's id: the given one, or one derived from function and source."""
         return self.job or plans.default_id(session.ledger, self.request.name, source)
 
     def display(self) -> Display:
@@ -64,7 +64,7 @@ class Order:
 
 @contextmanager
 def _planned(order: Order, source: Source) -> Iterator[tuple[Session, Plan]]:
-    """Open a session and compare the items. A missing database is not created for that."""
+    """Open a session and compare the items. A missing database is not created."""
     with Session(order.request, create=False) as session:
         if session.ledger is not None:
             session.ledger.database.verify()
@@ -72,7 +72,7 @@ def _planned(order: Order, source: Source) -> Iterator[tuple[Session, Plan]]:
 
 
 def dry_run(order: Order, source: Source) -> int:
-    """Print what the same command would do without --dry-run. Refuse what it would refuse."""
+    """Print what the command would do without --dry-run. Raises the same errors."""
     with _planned(order, source) as (session, plan):
         ahead = plans.preview(session.ledger, plan)
         if order.as_json:
@@ -116,7 +116,7 @@ def run_pipe(order: Order, pipe: int, format: str | None, key: str | None, limit
 
 
 def _work(order: Order, session: Session, job: Job, text: str) -> int:
-    """Work off the job, or follow a fleet that does; return the exit code."""
+    """Execute the job, or follow the fleet that executes it; return the exit code."""
     again = typed(f"Follow it:  headway show {job.id} --watch    Stop it:  headway stop {job.id}")
     if order.detach:
         say(f"{text}. {again}")
@@ -150,7 +150,7 @@ def _looks_like_a_number_of_workers(order: Order) -> bool:
 
 @contextmanager
 def _page(order: Order, job: Job, display: Display) -> Iterator[None]:
-    """With --serve, serve the job's page until the run is over. If that fails, say so and go on."""
+    """With --serve, serve the job's page until the run ends. If that fails, report it and continue."""
     if not order.serve:
         yield
         return

@@ -1,1 +1,1 @@
-"""Commands that start long-lived processes or ask them."""
+"""Commands that start long-lived processes, or query and control them."""

@@ -1,4 +1,4 @@
-"""``headway notify``: try out the sinks that receive events."""
+"""``headway notify``: test the sinks that receive events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def notify() -> None:
-    """Try out the sinks that receive events."""
+    """Test the sinks that receive events."""
 
 
 @notify.command("test")

@@ -1,4 +1,4 @@
-"""``headway relay``: deliver events to the sinks, see who is behind, and deal with what a sink refused."""
+"""``headway relay``: deliver events to the sinks, show backlogs, and handle refused events."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from headway.events import Outbox, Refused, Sink
     from headway.views.system.relay import RelayStatus
 
-#: Seconds that --once tries for.
+#: Seconds for which --once tries.
 ONCE_SECONDS = 30.0
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Deliver what waits, then end.")
-@click.option("--seconds", type=Number(0.1), default=ONCE_SECONDS, show_default=True, help="How long --once tries.")
-@click.option("--status", is_flag=True, help="Show how far each sink is behind, and end.")
+@click.option("--once", is_flag=True, help="Deliver waiting events, then exit.")
+@click.option("--seconds", type=Number(0.1), default=ONCE_SECONDS, show_default=True, help="Time limit of --once.")
+@click.option("--status", is_flag=True, help="Show the backlog of each sink.")
 @click.option(
     "--poison",
     type=click.Choice(["list", "retry", "discard"]),
-    help="Show what was put aside because a sink refused it for good, deliver it after all, or forget it.",
+    help="List, retry or discard the events that a sink refused permanently.",
 )
-@click.option("--forget", metavar="SINK", help="A sink is gone for good: keep nothing for it any longer.")
-@click.option("--sink", metavar="SINK", help="With --poison: of this sink only.")
-@click.option("--event", metavar="ID", help="With --poison: this event only.")
+@click.option("--forget", metavar="SINK", help="Delete a sink that is no longer used, with its waiting events.")
+@click.option("--sink", metavar="SINK", help="With --poison: only of this sink.")
+@click.option("--event", metavar="ID", help="With --poison: only this event.")
 @yes_option
 @json_option
 @click.option(
@@ -59,10 +59,10 @@ def relay(
 ) -> int:
     """Deliver events to every configured sink until stopped.
 
-    The outboxes are the database and, when the setting redis or projects_redis is given, Redis. The sinks are those of
-    the settings sinks and webhook. Any number of these may run, on any machine: each event reaches each sink once, and
-    again only if a relay is killed in between. Ends with 6 when --once could not deliver everything or an outbox is out
-    of reach.
+    The outboxes are the database and, if the setting redis or projects_redis is given, Redis. The sinks are those of
+    the settings sinks and webhook. Several relays may run, on any machines: each event reaches each sink once, and
+    again only if a relay is killed in between. Exit code 6: --once could not deliver everything, or an outbox is
+    unreachable.
     """
     from headway import telemetry
     from headway.config import Config
@@ -111,7 +111,7 @@ def _serve(config: Config, sinks: list[Sink], once: float | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A configured outbox: open, or the reason why not."""
+    """A configured outbox: open, or the error of opening it."""
 
     name: str
     address: str
@@ -144,7 +144,7 @@ def _outboxes(config: Config, *, create: bool) -> Iterator[list[Place]]:
         if config.is_set("projects_redis"):
             address = redact(config.text("projects_redis"))
             try:
-                if create:  # delivering also notes in SQL that a project's completion was told
+                if create:  # a relay also records in SQL that a project's completion was delivered
                     line = stack.enter_context(open_line(config.text("projects_redis"), _recorded(config)))
                     places.append(Place("redis", address, line.outbox()))
                 else:
@@ -181,7 +181,7 @@ def _put_status(found: RelayStatus) -> None:
             continue
         for row in outbox.sinks:
             age = "" if row.oldest_seconds is None else f"{row.oldest_seconds:,.0f} s"
-            # A relay gives the sink back between two tries, so that nobody holds it although it is served.
+            # A relay releases the lease of a sink between two tries, so a served sink may have no holder.
             idle = "between tries, or no relay" if row.waiting else ""
             by = row.holder or (idle if row.configured else "not configured")
             cells.append([outbox.outbox, row.sink, f"{row.waiting:,}", age, f"{row.refused:,}", by])

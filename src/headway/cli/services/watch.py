@@ -1,4 +1,4 @@
-"""``headway watch``: the watcher, with its settings spelled as options."""
+"""``headway watch``: run the watcher, with its settings as options."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--redis-url", metavar="URL", help="The Redis that RQ uses.  [env: REDIS_URL]")
-@click.option("--queue", metavar="NAME[,NAME]", help="The RQ queue, or several.  [env: RQ__QUEUE]")
-@click.option("--channel", metavar="NAME", help="Where events are published.  [env: DIGITS_EVENTS_CHANNEL]")
+@click.option("--queue", metavar="NAME[,NAME]", help="One or more RQ queues.  [env: RQ__QUEUE]")
+@click.option("--channel", metavar="NAME", help="Channel for events.  [env: DIGITS_EVENTS_CHANNEL]")
 @click.option(
     "--stuck-timeout",
     metavar="SECONDS",
-    help="How long a job may run before it is reported stuck.  [env: RQ_WATCHER_STUCK_TIMEOUT_SECONDS]",
+    help="Run time after which a job is reported stuck.  [env: RQ_WATCHER_STUCK_TIMEOUT_SECONDS]",
 )
-@click.option("--stream", metavar="KEY", help="Keep a copy of every event in this stream.  [env: RQ_WATCHER_STREAM]")
+@click.option("--stream", metavar="KEY", help="Stream that receives a copy of every event.  [env: RQ_WATCHER_STREAM]")
 @click.option(
     "--store",
     metavar="URL|redis",
-    help="Where it is remembered what was reported.  [env: RQ_WATCHER_STORE; default: the database setting]",
+    help="Store for the reported jobs.  [env: RQ_WATCHER_STORE; default: the database setting]",
 )
 def watch(
     *,
@@ -37,8 +37,8 @@ def watch(
 ) -> int:
     """Publish an event for every RQ job that fails, is canceled or gets stuck.
 
-    Redis has to announce changes of sorted sets (notify-keyspace-events Kz). The command ends with an error when
-    it cannot watch or is cut off: run it under a supervisor that starts it again.
+    Redis must announce changes of sorted sets (notify-keyspace-events Kz). The command exits with an error when its
+    connection is lost. Run it under a supervisor that restarts it.
     """
     from headway.config import Config, texts
     from headway.watcher.runner import main
@@ -55,7 +55,7 @@ def watch(
 
 
 def watcher_environment(config: Config) -> dict[str, str]:
-    """The settings in force as the watcher, a program of its own, reads them. What its environment says stays as it is."""
+    """Return the settings as environment variables of the watcher. Variables that are set already win."""
     return {
         option.variable: ",".join(found.value) if isinstance(found.value, tuple) else str(found.value)
         for option, found in config.items()

@@ -173,7 +173,8 @@ class RqSource:
             first = queues[: max((n for n, queue in enumerate(queues, 1) if queue in hinted_queues), default=0)]
             claimed = self._claim_rows(who, first, len(hints))
             if not claimed and len(first) < len(queues):
-                # The hinted tasks are not for this worker (a kind without a handler) or not ours: serve the queues behind.
+                # The hinted tasks are not ours, or this worker has no handler for them. Claim from the queues behind
+                # instead.
                 claimed = self._claim_rows(who, queues, len(hints))
             statuses = self._mark_unclaimed(hints, claimed)
         except HeadwayError:

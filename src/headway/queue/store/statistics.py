@@ -1,7 +1,5 @@
-"""Queries for people who watch the queue: counts by the minute, durations, causes of failure, failed attempts, workers.
-
-Every function works inside the caller's transaction.
-"""
+"""Statistics of the queue: counts by minute, durations, causes of failure, workers. Every function works inside the
+caller's transaction."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from headway._sql import Row, Tx
 from headway.queue.store.workers import HEAD, is_gone
 from headway.queue.task import Priority
 
-#: The cause of a failed task is the cause of its last attempt.
+#: The cause of a failed task is that of its last attempt.
 _LAST_ATTEMPT = "a.no = (SELECT max(l.no) FROM task_attempts l WHERE l.task = t.no)"
 
 
@@ -68,7 +66,7 @@ def waiting_parties(tx: Tx) -> list[Row]:
 
 
 class FailedTasks(NamedTuple):
-    """Tasks that failed for good by one cause."""
+    """Permanently failed tasks of one cause."""
 
     no: int
     kind: str
@@ -83,7 +81,7 @@ class FailedTasks(NamedTuple):
 
 
 def failed_by_cause(tx: Tx, limit: int) -> list[FailedTasks]:
-    """Return the causes of the tasks that failed for good, those with the most tasks first."""
+    """Return the causes of permanently failed tasks, most tasks first."""
     rows = tx.all(
         "SELECT c.no, c.kind, c.type, c.message, c.frame, c.count, f.dead, c.first_seen, c.last_seen, f.example "
         "FROM task_causes c JOIN (SELECT a.cause AS cause, count(*) AS dead, max(t.id) AS example FROM tasks t "
@@ -95,7 +93,7 @@ def failed_by_cause(tx: Tx, limit: int) -> list[FailedTasks]:
 
 
 def failed_ids(tx: Tx, *, cause: int | None, after: int, limit: int) -> list[tuple[int, str]]:
-    """Return (number, id) of tasks that failed for good, of one cause or of all, by number."""
+    """Return (number, id) of permanently failed tasks by number, of one cause or of all."""
     by_cause = f"AND EXISTS (SELECT 1 FROM task_attempts a WHERE a.task = t.no AND a.cause = ? AND {_LAST_ATTEMPT}) "
     rows = tx.all(
         f"SELECT t.no, t.id FROM tasks t WHERE t.status = 'FAILED' AND t.no > ? {by_cause if cause is not None else ''}"
@@ -106,7 +104,7 @@ def failed_ids(tx: Tx, *, cause: int | None, after: int, limit: int) -> list[tup
 
 
 def failed_in_all(tx: Tx) -> int:
-    """Return the number of tasks that failed for good."""
+    """Return the number of permanently failed tasks."""
     row = tx.one("SELECT count(*) FROM tasks WHERE status = 'FAILED'")
     return int(row[0]) if row else 0
 
@@ -121,7 +119,7 @@ def failed_attempts(tx: Tx, task: str) -> list[Row]:
 
 
 def hinted_at(tx: Tx, task: str) -> float | None:
-    """Return when the task's id was last given to RQ; None if RQ does not know it."""
+    """Return when the task was last hinted to RQ; None if RQ has no hint of it."""
     row = tx.one("SELECT hinted_at FROM tasks WHERE id = ?", (task,))
     return None if row is None or row[0] is None else float(row[0])
 
@@ -180,7 +178,7 @@ def oldest_ready(tx: Tx, queue: Priority, limit: int) -> list[str]:
 
 
 def listed_workers(tx: Tx) -> list[Row]:
-    """Return every listed worker, online ones first. A worker that nobody has marked as lost yet is lost all the same."""
+    """Return every listed worker, online ones first. A worker with an overdue heartbeat counts as lost."""
     rows = tx.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
         f"started_at, seen_at, owner, ended_at, {tx.clock} FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"

@@ -12,7 +12,7 @@ BATCH_MOST = 1000
 
 
 class StartGate:
-    """The one place that decides whether items may start: a pause, the limit of failures, the rate."""
+    """Decides whether items may start, by the pause, the limit of failures and the rate."""
 
     def __init__(self, counts: RunCounts, *, rate: float | None, max_failures: int | None) -> None:
         self._counts, self._rate, self._max_failures = counts, rate, max_failures

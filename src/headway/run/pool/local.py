@@ -163,9 +163,9 @@ class LocalRunner(Runner):
         return now - began < NOTE_SECONDS and any(idx in worker.out for worker in self._crew)
 
     def _examine(self, now: float) -> None:
-        """Run one slot suspect beside noted items only.
+        """Run one item that may kill a whole slot, while every other running item is noted in the ledger.
 
-        It is noted as running before it begins. So if this process is killed, only noted items can be charged.
+        The item is noted before it begins. If this process is killed, only noted items are charged an attempt.
         """
         if any(idx not in self._outcomes.noted for worker in self._crew for idx in worker.out):
             return

@@ -93,7 +93,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The surroundings of a run: its display, stop requests, file of results and stream of items."""
+    """What surrounds a run: its display, stop requests, file of results and stream of items."""
 
     display: Display
     shutdown: Shutdown

@@ -61,7 +61,7 @@ _STATES: Final = """
 SELECT task_id, tag, status, message, timestamp, version, event_id, payload, schema_version
 FROM states WHERE job = ?
 """
-#: The row that a write replaces, as `repeated` reads it.
+#: The row that a write replaces, in the columns of `repeated`.
 PREVIOUS: Final = (
     "SELECT version, timestamp, event_id, writer, recent FROM states WHERE job = ? AND task_id = ? AND tag = ?"
 )

@@ -1,4 +1,4 @@
-"""Dead letters: what failed for good, by cause."""
+"""Dead letters: permanent failures by cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Dead(NamedTuple):
-    """`headway dead list`: the causes items are dead of, in all jobs or in one, those with most dead letters first."""
+    """`headway dead list`: the causes of dead letters, in all jobs or one, most dead letters first."""
 
     causes: Annotated[tuple[Cause, ...], "the causes, each with its job"]
 
@@ -28,7 +28,7 @@ class Dead(NamedTuple):
 
 
 class DeadItems(NamedTuple):
-    """`headway dead show`: the causes of one job, each with items that are dead of it."""
+    """`headway dead show`: the causes of one job, each with some of its dead letters."""
 
     job: Annotated[str, "the job's id"]
     causes: Annotated[tuple[Cause, ...], "the causes, each with its items"]
@@ -49,7 +49,7 @@ class DeadLetters(NamedTuple):
 
 
 def read_dead(ledger: ledger.Ledger, job: str | None = None) -> Dead:
-    """The causes of one job, or of every job that has dead letters."""
+    """Read the causes of one job, or of every job that has dead letters."""
     jobs = [ledger.job(info.id) for info in ledger.jobs() if info.dead] if job is None else [find_job(ledger, job)]
     return Dead(tuple(cause_view(cause)._replace(job=one.id) for one in jobs for cause in one.causes() if cause.dead))
 
@@ -61,7 +61,7 @@ def read_dead_items(job: ledger.Job, *, cause: int | None = None, limit: int = 1
 
 
 def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = False) -> Iterator[DeadLetter]:
-    """Every dead letter of a job, read page by page along its index."""
+    """Yield every dead letter of a job, reading pages by index."""
     after: int | None = -1
     while after is not None:
         page = read_dead_letters(job, cause=cause, payload=payload, after=after, limit=1000)
@@ -72,7 +72,7 @@ def export_dead(job: ledger.Job, *, cause: int | None = None, payload: bool = Fa
 def read_dead_letters(
     job: ledger.Job, *, cause: int | None = None, payload: bool = False, after: int = -1, limit: int = 50
 ) -> DeadLetters:
-    """The dead letters after the index ``after``; one more than asked for is read, to know whether there is a next page."""
+    """Read the dead letters after the index ``after``. One more is read to detect a next page."""
     if cause is not None:
         find_cause(job, cause)
     found = job.dead_letters(cause=cause, after=after, limit=limit + 1)
@@ -99,7 +99,7 @@ def retried(job: ledger.Job) -> tuple[str, str | Absent]:
 
 
 def find_cause(job: ledger.Job, no: int) -> Cause:
-    """The cause of that number, or an error that says which there are."""
+    """Return a cause by its number. Raises `NotFound`, naming the existing ones."""
     causes = {cause.no: cause for cause in job.causes()}
     if no not in causes:
         some = sorted(causes)[:20]

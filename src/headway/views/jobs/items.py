@@ -17,7 +17,7 @@ ItemStatus = Literal["pending", "processing", "retrying", "done", "dead"]
 
 
 class Item(NamedTuple):
-    """An item with what became of it."""
+    """An item and its state."""
 
     idx: Annotated[int, "its index, from 0"]
     key: Annotated[str | None, "its key, if it has one"]
@@ -34,7 +34,7 @@ class Item(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One ended try at an item."""
+    """One ended attempt at an item."""
 
     no: Annotated[int, "1 is the first"]
     outcome: Annotated[Literal["done", "failed", "timeout", "lost"], "how it ended"]
@@ -50,7 +50,7 @@ class Attempt(NamedTuple):
 
 
 class LogEntry(NamedTuple):
-    """One ended attempt, as the log has it."""
+    """One ended attempt, as a line of the log."""
 
     idx: Annotated[int, "the item's index"]
     key: Annotated[str | None, "the item's key, if it has one"]
@@ -73,7 +73,7 @@ class Items(NamedTuple):
 
 
 class ItemSheet(NamedTuple):
-    """`headway item`: one item with every attempt at it."""
+    """`headway item`: one item with all its attempts."""
 
     job: Annotated[str, "the job's id"]
     item: Annotated[Item, "the item"]
@@ -84,7 +84,7 @@ class ItemSheet(NamedTuple):
 
 
 class JobLog(NamedTuple):
-    """`headway log`: every ended attempt at every item, in the order of the items."""
+    """`headway log`: all ended attempts of all items, in order of the items."""
 
     job: Annotated[str, "the job's id"]
     log: Annotated[tuple[LogEntry, ...], "the attempts; the command writes one per line as it reads them"]
@@ -109,7 +109,7 @@ def read_items(
     limit: int = 50,
     payload: bool = False,
 ) -> Items:
-    """Read the items after the index ``after``; one more than asked for tells whether there is a next page."""
+    """Read the items after the index ``after``. One more is read to detect a next page."""
     found = job.items(status=status, cause=cause, after=after, limit=limit + 1)
     page = tuple(
         item_view(info)._replace(payload=masked_payload(info.payload)) if payload else item_view(info)
@@ -119,20 +119,20 @@ def read_items(
 
 
 def read_item(job: ledger.Job, name: str | int, *, payload: bool = False) -> ItemSheet:
-    """The item of that key or index; a number is an index and nothing else."""
+    """Read an item by key or index. A number is always an index."""
     info = job.item(name)
     view = item_view(info)
     if payload:
         view = view._replace(payload=masked_payload(info.payload))
     attempts = [attempt_view(attempt) for attempt in job.history(info.idx)]
     if info.status == "dead" and attempts and attempts[-1].cause == info.cause:
-        # A dead letter keeps more of the last error than the attempt.
+        # The dead letter stores a longer error than the attempt.
         attempts[-1] = attempts[-1]._replace(error=info.error)
     return ItemSheet(job.id, view, tuple(attempts))
 
 
 def read_log(job: ledger.Job, *, after: int = -1) -> Iterator[LogEntry]:
-    """Every ended attempt, read page by page: a million of them need no memory."""
+    """Yield every ended attempt, reading page by page in constant memory."""
     from headway.ledger.values import utc
 
     for idx, key, outcome, at, seconds, worker, error in job.log(after):
@@ -140,7 +140,7 @@ def read_log(job: ledger.Job, *, after: int = -1) -> Iterator[LogEntry]:
 
 
 def read_log_page(job: ledger.Job, *, after: int = -1, limit: int = 1000) -> JobLog:
-    """The ended attempts at items after the index ``after``: about ``limit`` of them, and of an item all or none."""
+    """Read about ``limit`` ended attempts of items after ``after``, never splitting the attempts of an item."""
     page: list[LogEntry] = []
     for entry in read_log(job, after=after):
         if len(page) >= limit and entry.idx != page[-1].idx:
@@ -173,7 +173,7 @@ def attempt_view(attempt: ledger.Attempt) -> Attempt:
 
 
 def masked_payload(text: str | None) -> Any:
-    """Parse a payload and mask what is a secret in it. A damaged one is shown as the text that it is."""
+    """Parse a payload and mask its secrets. A damaged payload is shown as text."""
     if text is None:
         return None
     try:
@@ -183,7 +183,7 @@ def masked_payload(text: str | None) -> Any:
 
 
 def masked(value: Any) -> Any:
-    """A payload or meta without what is a secret by its name or its shape."""
+    """Mask the secrets of a payload or meta, recognised by name or format."""
     match value:
         case dict():
             return {name: "***" if names_a_secret(name) else masked(part) for name, part in value.items()}

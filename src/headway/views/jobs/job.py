@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Failures that are alike. A cause keeps its number."""
+    """A group of similar failures. A cause keeps its number."""
 
     no: Annotated[int, "what `--cause` takes"]
     type: Annotated[str, "the exception's class"]

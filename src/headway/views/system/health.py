@@ -1,4 +1,4 @@
-"""The health of a store and its surroundings: what is well and what is not."""
+"""The health of a store and its surroundings."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from headway.config import Config
     from headway.ledger import Ledger
 
-#: Above this the write-ahead log is not being folded back: some reader keeps it open.
+#: A larger write-ahead log was not checkpointed for long: some reader keeps it open.
 WAL_BYTES = 64 * 1024 * 1024
-#: Below this a run may soon stop for lack of space.
+#: With less free space a run may soon fail.
 FREE_BYTES = 64 * 1024 * 1024
-#: How far the clocks of this machine and of the database may be apart, seconds.
+#: Maximum difference between the clocks of this machine and of the database, in seconds.
 SKEW_SECONDS = 2.0
-#: SQLite before this may lose a checkpoint when several processes write; a job has one writer, so it is only mentioned.
+#: Earlier versions of SQLite may lose a checkpoint when several processes write. A job has one writer, so this is only
+#: a remark.
 SQLITE_WITHOUT_WAL_BUG = (3, 51, 3)
 
 Verdict = Literal["ok", "warn", "fail"]
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: Annotated[str, "what was looked at"]
     verdict: Annotated[Verdict, "how it is"]
@@ -55,7 +56,7 @@ class Health(NamedTuple):
 
 
 class _Undo(Exception):
-    """Rolls the test of writing back."""
+    """Rolls back the test of writing."""
 
 
 def health(findings: list[Finding]) -> Health:
@@ -63,7 +64,7 @@ def health(findings: list[Finding]) -> Health:
 
 
 def examine(address: str | None, *, version: str) -> Iterator[Finding]:
-    """Every check, in an order in which the first failure explains those after it."""
+    """Yield the findings, ordered so that the first failure explains later ones."""
     from headway._sql import sqlite_path
     from headway.config import Config
     from headway.ledger.ledger import Ledger
@@ -95,7 +96,7 @@ def examine(address: str | None, *, version: str) -> Iterator[Finding]:
 
 
 def _redis_server(config: Config) -> Iterator[Finding]:
-    """The Redis of the queue, if the settings name one. A server against the advice is a warning: the queue runs on it."""
+    """Check the queue's Redis, if configured. An unsafe configuration is a warning, because the queue runs on it."""
     from headway import _redis
     from headway.queue.settings import connection_settings
 
@@ -119,7 +120,7 @@ def _redis_server(config: Config) -> Iterator[Finding]:
 
 
 def _unserved(store: Database) -> Iterator[Finding]:
-    """Kinds of waiting tasks that no online worker runs."""
+    """Report waiting tasks of kinds that no online worker runs."""
     from headway.queue.store.workers import online_workers, unserved_by, waiting_kinds
 
     with store.read() as tx:
@@ -149,10 +150,10 @@ def _sqlite_version() -> str:
 
 
 def _modes(path: Path) -> Iterator[Finding]:
-    """Looked at before the store is opened: opening puts the database's own mode right."""
+    """Check the file modes before the store is opened, because opening corrects the database's own mode."""
     open_to_others = []
     for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-        with suppress(OSError):  # a missing one is not this check's business
+        with suppress(OSError):  # another check reports a missing file
             if stat.S_IMODE(name.stat().st_mode) & 0o077:
                 open_to_others.append(name.name)
     if open_to_others:

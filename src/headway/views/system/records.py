@@ -63,7 +63,7 @@ def read_audit(ledger: Ledger, job: str | None = None) -> Audit:
 
 
 def facts(text: str) -> dict[str, Any]:
-    """The facts of an entry without secrets: a reason is whatever somebody typed."""
+    """Parse the details of an entry and mask secrets, because a reason is free text."""
     try:
         found = masked(json.loads(text))
     except ValueError:
@@ -72,7 +72,7 @@ def facts(text: str) -> dict[str, Any]:
 
 
 def read_settings(config: Config) -> Settings:
-    """Every setting, as it may be shown."""
+    """Read every setting, with secrets masked."""
     return Settings(
         {
             option.name: SettingView(
@@ -84,7 +84,7 @@ def read_settings(config: Config) -> Settings:
 
 
 def shown(name: str, value: Value) -> Value:
-    """A value as it may be shown. The path of a webhook is as good as a password."""
+    """Return a setting's value with secrets masked. The path of a webhook is a secret too."""
     if isinstance(value, tuple):
         return tuple(str(shown(name, part)) for part in value)
     if not isinstance(value, str):
@@ -102,12 +102,12 @@ def _host_only(address: str) -> str:
     try:
         parts = urlsplit(address)
         return f"{parts.scheme}://{parts.hostname or ''}/***"
-    except ValueError:  # half an IPv6 address
+    except ValueError:  # an incomplete IPv6 address
         return "***"
 
 
 def _names_of_sinks(addresses: str) -> str:
-    """Sinks by their names, which have no secrets in them."""
+    """Return the names of sinks, which contain no secrets."""
     from headway.errors import HeadwayError
     from headway.events import open_sinks
 

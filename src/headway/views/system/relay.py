@@ -1,4 +1,4 @@
-"""The relay: how far each sink is behind, and what a sink refused for good."""
+"""The relay: the backlog of each sink, and the events that a sink refused permanently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SinkBacklog(NamedTuple):
-    """How far one sink is behind in one outbox."""
+    """The backlog of one sink in one outbox."""
 
     sink: Annotated[str, "its name, without secrets"]
     configured: Annotated[bool, "whether the settings name it"]
@@ -26,7 +26,7 @@ class SinkBacklog(NamedTuple):
 
 
 class OutboxStatus(NamedTuple):
-    """One outbox with the sinks it knows."""
+    """One outbox with its sinks."""
 
     outbox: Annotated[str, "database or redis"]
     address: Annotated[str, "where it is, without the password"]
@@ -36,7 +36,7 @@ class OutboxStatus(NamedTuple):
 
 
 class RelayStatus(NamedTuple):
-    """`headway relay --status`: how far each sink is behind."""
+    """`headway relay --status`: the backlog of each sink."""
 
     outboxes: Annotated[tuple[OutboxStatus, ...], "the outboxes"]
 
@@ -45,7 +45,7 @@ class RelayStatus(NamedTuple):
 
 
 class RefusedEvent(NamedTuple):
-    """An event that a sink refused for good."""
+    """An event that a sink refused permanently."""
 
     outbox: Annotated[str, "database or redis"]
     sink: Annotated[str, "who refused it"]
@@ -57,7 +57,7 @@ class RefusedEvent(NamedTuple):
 
 
 class RelayPoison(NamedTuple):
-    """`headway relay --poison list`: what was put aside."""
+    """`headway relay --poison list`: the events that were put aside."""
 
     refused: Annotated[tuple[RefusedEvent, ...], "the events"]
 
@@ -70,7 +70,7 @@ class RelayPoison(NamedTuple):
 
 
 def read_relay(config: Config) -> RelayStatus:
-    """The outboxes of the settings with their backlogs. One that is out of reach says so; the others are told all the same."""
+    """Read the backlogs of the configured outboxes. An unreachable outbox has its error instead."""
     from headway.events import configured_sinks
 
     configured = [sink.name for sink in configured_sinks(config)]
@@ -84,7 +84,7 @@ def read_relay(config: Config) -> RelayStatus:
         try:
             rows = look(address)
         except NotFound:
-            pass  # nothing was ever decided there
+            pass  # without a database there are no events
         except HeadwayError as trouble:
             error = trouble
         found.append(_outbox(name, redact(address), rows, error, configured))
@@ -110,7 +110,7 @@ def _redis_backlog(address: str) -> list[Backlog]:
 def _outbox(
     name: str, address: str, rows: list[Backlog], error: HeadwayError | None, configured: list[str]
 ) -> OutboxStatus:
-    """A sink of one job that has everything is over, and not shown."""
+    """Return the status of an outbox, without drained sinks of single jobs."""
     shown = [row for row in rows if row.waiting or row.refused or not row.sink.startswith("on_complete ")]
     sinks = tuple(
         SinkBacklog(

@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
 
 class Letters(NamedTuple):
-    """The content of the page."""
+    """The content of the dead letters page."""
 
     at: datetime
     causes: tuple[tuple[Cause, Example | None], ...]

@@ -171,7 +171,7 @@ def chart(
 
 
 def _sparse(values: Sequence[int]) -> object:
-    """Return values for the script; mostly empty ones as a map from index to value, which is shorter."""
+    """Return values for the script: mostly empty ones as a map from index to value, which is shorter."""
     if 2 * sum(map(bool, values)) > len(values):
         return list(values)
     return {i: value for i, value in enumerate(values) if value}

@@ -144,7 +144,7 @@ def roll_back_to_savepoint(tx: Tx) -> None:
 
 
 def release_savepoint(tx: Tx) -> None:
-    """Keep what the transaction did since `savepoint`."""
+    """Keep the changes since `savepoint`."""
     tx.execute("RELEASE SAVEPOINT headway_move")
 
 
