@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sphinx.util import logging
+
 from headway import __version__
+
+logger = logging.getLogger(__name__)
 
 project = "Headway"
 author = project_copyright = "Headway contributors"
@@ -65,7 +71,33 @@ def _omit_module_docstring(_app: Any, what: str, _name: str, _obj: object, _opti
         lines.clear()
 
 
+def _load_lazy_names() -> dict[str, list[str]]:
+    """Import the public names of every documented module, because autodoc sees only names that are loaded."""
+    found = {}
+    for page in (ROOT / "docs" / "reference" / "python").glob("*.md"):
+        for name in re.findall(r"^\.\. automodule:: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE):
+            module = import_module(name)
+            found[name] = [public for public in getattr(module, "__all__", ()) if not public.startswith("_")]
+            for public in found[name]:
+                setattr(module, public, getattr(module, public))
+    return found
+
+
+PUBLIC = _load_lazy_names()
+
+
+def _report_missing_names(_app: Any, env: Any) -> None:
+    """Warn of public names that no page documents; constants without a comment are left out by autodoc."""
+    documented = {name.rpartition(".")[2] for name in env.get_domain("py").objects}
+    for module, names in PUBLIC.items():
+        for name in names:
+            value = getattr(import_module(module), name)
+            if name not in documented and (inspect.isclass(value) or inspect.isroutine(value)):
+                logger.warning("%s.%s is not in the Python reference", module, name)
+
+
 def setup(app: Any) -> None:
-    """Connect the two hooks."""
+    """Connect the hooks."""
+    app.connect("env-check-consistency", _report_missing_names)
     app.connect("source-read", _name_files_outside)
     app.connect("autodoc-process-docstring", _omit_module_docstring)
