@@ -195,6 +195,15 @@ def _within(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
+def _later_limit(text: str) -> str:
+    from headway.core.retry import LaterLimit  # imported late: most commands do not need it
+
+    try:
+        return str(LaterLimit.parse(text))
+    except InvalidInput:
+        raise ValueError("a count, or a count and a duration of at most 365 days, such as 100/24h") from None
+
+
 def _one_of(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in words:
@@ -241,6 +250,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("start", "auto", _one_of("auto", "fork", "spawn"), "how worker processes are started"),
     Option("retries", 2, _whole(0), "retries of a failed item"),
     Option("retry_delay", 1.0, _from_zero, "seconds before the first retry; doubled for each later one"),
+    Option("later_limit", "100/24h", _later_limit, "how often, and for how long in all, RetryLater may postpone one item"),
     Option("timeout", None, _optional(_positive), "time limit of an item in seconds"),
     Option("rate", None, _optional(_positive), "maximum items started per second"),
     Option("max_failures", None, _optional(_whole(1)), "stop the run after this many dead letters"),

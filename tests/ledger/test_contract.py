@@ -687,7 +687,7 @@ def test_an_item_that_is_taken_out_of_a_job_leaves_nothing_behind_and_the_others
     assert (job.info().total, job.info().done, job.info().dead) == (8, 1, 0)
     for table in TABLES:
         left = [row[0] for row in ledger.database.all(f"SELECT idx FROM {table} ORDER BY idx")]
-        kept = {"input_products": [*range(2, 10)], "dead_letters": [], "attempts": []}
+        kept = {"input_products": [*range(2, 10)], "dead_letters": [], "attempts": [], "item_delays": []}
         assert left == kept.get(table, [2]), table
 
 

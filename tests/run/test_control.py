@@ -239,7 +239,7 @@ def test_asking_again_for_the_same_is_asking_once(tmp_path: Path):
     with Ledger.open(f"sqlite:///{tmp_path}/headway.db") as ledger:
         job = ledger.create("ads")
         hold = ledger.hold(job, {"mode": "process"})
-        assert job.asked(hold.run) == (0, False, 0, None, "")
+        assert job.asked(hold.run) == (0, False, 0, None, "", 0.0, "")
         first = job.pause(actor="alice")
         assert job.pause(actor="bob") == first
         assert job.scale(3, actor="bob").paused, "one request leaves the others as they were"

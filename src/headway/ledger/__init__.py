@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Item,
         ItemInfo,
         JobInfo,
+        Later,
         NewItem,
         Outcome,
         Progress,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt", "Cause", "DeadLetter", "Done", "Failed", "Failure", "Hold", "Item", "ItemInfo", "Job", "JobInfo",
-    "Ledger", "NewItem", "Outcome", "Progress", "ProgressManager", "Recorded", "Run", "canonical", "describe",
+    "Later", "Ledger", "NewItem", "Outcome", "Progress", "ProgressManager", "Recorded", "Run", "canonical", "describe",
     "fingerprint", "normalise",
 ]  # fmt: skip
 
@@ -51,7 +52,7 @@ _HOMES = {
         "job": "Job",
         "manager": "ProgressManager",
         "ledger": "Ledger",
-        "values": "Attempt Cause DeadLetter Done Failed Item ItemInfo JobInfo NewItem Outcome Progress Recorded Run",
+        "values": "Attempt Cause DeadLetter Done Failed Item ItemInfo JobInfo Later NewItem Outcome Progress Recorded Run",
     }.items()
     for name in names.split()
 }

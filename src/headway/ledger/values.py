@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from headway.core.retry import LaterLimit
 from headway.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -94,7 +95,25 @@ class Failed(NamedTuple):
     printed: str | None = None
 
 
-Outcome = Done | Failed
+class Later(NamedTuple):
+    """A run of an item that ended with `headway.errors.RetryLater`. No attempt is counted."""
+
+    idx: int
+    #: Seconds from the recording to the next run.
+    delay: float
+    reason: str
+    #: A random number that identifies this run, so a repeated report counts once.
+    report: int
+    #: Whether the whole job waits.
+    whole_job: bool = False
+    seconds: float | None = None
+    worker: str | None = None
+    token: int | None = None
+    #: Beyond it, the item is recorded as failed.
+    limit: LaterLimit = LaterLimit()
+
+
+Outcome = Done | Failed | Later
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +127,7 @@ class Recorded:
     repeated: int
     #: Whether this batch finished the job.
     completed: bool
-    #: When each failed item may be retried, by the database's clock.
+    #: When each failed or postponed item may run again, by the database's clock.
     due: Mapping[int, float]
     died: Sequence[int]
     #: The job's items that wait for a retry after this batch. It may be 0 unless the caller holds the job.
@@ -117,6 +136,8 @@ class Recorded:
     given_up: int
     #: Items whose outcome was refused because their claim expired and another claimant has them.
     stale: Sequence[int]
+    #: Items that were postponed.
+    postponed: int = 0
 
 
 NOTHING_RECORDED = Recorded(
@@ -149,6 +170,9 @@ class Control(NamedTuple):
     workers: int | None = None
     #: The user or program that made the last request.
     actor: str = ""
+    #: Seconds until the job may start items again, and why it waits (`headway.errors.RetryLater`).
+    wait: float = 0.0
+    wait_reason: str = ""
 
 
 class JobInfo(NamedTuple):
@@ -182,6 +206,9 @@ class JobInfo(NamedTuple):
     last_outcome: str | None = None
     #: Whether the current run has been asked to pause.
     paused: bool = False
+    #: Until when nothing of the job starts, and why. None if nothing keeps it from starting items.
+    wait_until: datetime | None = None
+    wait_reason: str = ""
 
     @property
     def lost(self) -> bool:
@@ -272,6 +299,15 @@ class Cause:
     first_seen: datetime
     last_seen: datetime
     example: int | None
+
+
+class Postponed(NamedTuple):
+    """The items of a job that wait because their function asked for it."""
+
+    items: int
+    #: When the first of them runs again, and its reason.
+    until: datetime
+    reason: str
 
 
 class DeadLetter(NamedTuple):

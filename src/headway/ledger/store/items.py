@@ -6,18 +6,18 @@ Every function runs in the caller's transaction. An item has a row in ``input_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from headway._lease import shorten
 from headway._sql import Database, Row, Tx, Value, listed
 from headway.ledger.store.contract import item_store
-from headway.ledger.values import MAX_INDEX, NOTED, Done, Item, NewItem
+from headway.ledger.values import MAX_INDEX, NOTED, Done, Item, Later, NewItem
 
 #: Items that are not done, by the partial index on them. The second condition is redundant, but it matches more of that
 #: index than of the primary key. Without statistics the planner would rate both equal and might read every done item.
 OPEN = "status <> 'done' AND status IN ('pending', 'failed')"
 #: The tables with rows per item, in deletion order: the item itself is deleted last.
-TABLES = ("progress", "results", "printed", "dead_letters", "attempts", "input_products")
+TABLES = ("progress", "results", "printed", "dead_letters", "item_delays", "attempts", "input_products")
 #: Items deleted per transaction, so that the write-ahead log stays small.
 CHUNK = 5000
 
@@ -115,7 +115,7 @@ def replace(tx: Tx, job: int, new: Sequence[NewItem]) -> None:
         "UPDATE input_products SET key = ?, payload = ?, fingerprint = ? WHERE job = ? AND idx = ?",
         [(item.key, item.payload, item.fingerprint, job, item.idx) for item in new],
     )
-    _delete(tx, job, [item.idx for item in new], ("progress", "dead_letters", "results", "printed"))
+    _delete(tx, job, [item.idx for item in new], ("progress", "dead_letters", "item_delays", "results", "printed"))
 
 
 def delete(tx: Tx, job: int, indices: Sequence[int]) -> None:
@@ -205,6 +205,43 @@ def is_due(tx: Tx, job: int, at: float) -> bool:
     return tx.one(sql, (job, at)) is not None
 
 
+# ---- postponed items ---------------------------------------------------------------------------------------------------
+
+
+def delays_of(tx: Tx, job: int, indices: Sequence[int]) -> dict[int, tuple[int, float, int]]:
+    """Return (times, since, report) of the items that were postponed before."""
+    among, numbers = listed(tx.engine, list(indices), "bigint")
+    rows = tx.all(
+        f"SELECT idx, times, since, report FROM item_delays WHERE job = ? AND idx IN ({among})", (job, numbers)
+    )
+    return {idx: (times, since, report) for idx, times, since, report in rows}
+
+
+def postpone(
+    tx: Tx, job: int, now: float, items: Sequence[tuple[Later, int, float, bool]], attempts: Mapping[int, int]
+) -> None:
+    """Write postponements: (outcome, times, since, was dead). ``attempts`` has the items' failures, which stay."""
+    tx.executemany(
+        "INSERT INTO progress (job, idx, status, attempts, updated_at, seconds, worker, next_attempt_at) "
+        "VALUES (?, ?, 'failed', ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET status = 'failed', "
+        "updated_at = excluded.updated_at, seconds = excluded.seconds, worker = excluded.worker, "
+        "next_attempt_at = excluded.next_attempt_at, lease_until = NULL, holder = NULL",
+        [(job, o.idx, attempts[o.idx], now, o.seconds, o.worker, now + o.delay) for o, _, _, _ in items],
+    )
+    tx.executemany(
+        "INSERT INTO item_delays (job, idx, times, since, until, reason, report, last_pass) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET times = excluded.times, "
+        "since = excluded.since, until = excluded.until, reason = excluded.reason, report = excluded.report, "
+        "last_pass = CASE WHEN excluded.last_pass = 1 THEN 1 ELSE item_delays.last_pass END",
+        [(job, o.idx, n, since, now + o.delay, o.reason, o.report, int(dead)) for o, n, since, dead in items],
+    )
+
+
+def forget_delays(tx: Tx, job: int, indices: Sequence[int]) -> None:
+    """Delete the postponements of items: their next one counts as the first."""
+    tx.executemany("DELETE FROM item_delays WHERE job = ? AND idx = ?", [(job, idx) for idx in indices])
+
+
 # ---- dead letters ------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +283,7 @@ def revive(tx: Tx, job: int, now: float, *, cause: int | None, indices: Sequence
             "holder = NULL, updated_at = ? WHERE job = ? AND idx = ?",
             [(now, now, job, idx) for (idx,) in dead],
         )
+        forget_delays(tx, job, [idx for (idx,) in dead])
     return len(dead)
 
 

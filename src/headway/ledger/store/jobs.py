@@ -170,14 +170,34 @@ def lower_kept(tx: Tx, job: int, done: int) -> None:
 
 
 def control(source: Database | Tx, job: int, run: int) -> Control:
-    """Return the current requests to a run."""
+    """Return the current requests to a run, and the wait of its job."""
     row = source.one(
-        "SELECT version, paused, stopping, workers, actor FROM controls WHERE job = ? AND run = ?", (job, run)
+        "SELECT c.version, c.paused, c.stopping, c.workers, c.actor, j.wait_since, j.wait_until, j.wait_reason "
+        "FROM jobs j LEFT JOIN controls c ON c.job = j.no AND c.run = ? WHERE j.no = ?",
+        (run, job),
     )
     if row is None:
         return Control()
-    version, paused, stopping, workers, actor = row
-    return Control(version, bool(paused), stopping, workers, actor)
+    version, paused, stopping, workers, actor, since, until, reason = row
+    found = Control() if version is None else Control(version, bool(paused), stopping, workers, actor)
+    if until is None:
+        return found
+    now = source.now()
+    return found._replace(wait=until - now, wait_reason=reason or "") if waits(since, until, now) else found
+
+
+def waits(since: float, until: float, now: float) -> bool:
+    """Return whether a job's wait still holds. It does not if it began in the future: the clock was set back."""
+    return since <= now < until
+
+
+def wait(tx: Tx, job: int, now: float, until: float, reason: str) -> None:
+    """Let nothing of the job start before ``until``. A longer wait that still holds stays as it is."""
+    tx.execute(
+        "UPDATE jobs SET wait_since = ?, wait_until = ?, wait_reason = ? "
+        "WHERE no = ? AND (wait_until IS NULL OR wait_until < ? OR wait_since > ?)",
+        (now, until, reason, job, until, now),
+    )
 
 
 def put_control(tx: Tx, job: int, run: int, wanted: Control, now: float) -> None:

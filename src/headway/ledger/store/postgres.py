@@ -20,11 +20,14 @@ from headway.ledger.values import Done
 _ITEM = """\
 SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, p.meta,
     p.next_attempt_at, i.payload, p.holder,
-    coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)),
+    coalesce(d.error, 'RetryLater: ' || w.reason,
+        (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)),
     coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1))
 FROM input_products i
 LEFT JOIN LATERAL (SELECT * FROM progress o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) p ON true
-LEFT JOIN LATERAL (SELECT * FROM dead_letters o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) d ON true"""
+LEFT JOIN LATERAL (SELECT * FROM dead_letters o WHERE o.job = i.job AND o.idx = i.idx LIMIT 1) d ON true
+LEFT JOIN LATERAL (SELECT * FROM item_delays o WHERE o.job = p.job AND o.idx = p.idx AND o.until = p.next_attempt_at LIMIT 1) w
+    ON true"""
 
 _INSERT_JOB = """\
 INSERT INTO jobs (id, function, source, keyed_by, max_retries, created_at, updated_at, retry_base, retry_factor,

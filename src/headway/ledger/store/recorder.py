@@ -6,20 +6,21 @@ outcome. Counting by identity is therefore exact: the recorder knows each item's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from headway._lease import Owner, is_anothers
 from headway._sql import Tx
-from headway.core.failure import Failure, normalise, shortened
+from headway.core.failure import Failure, bounded_error, normalise, shortened
 from headway.core.retry import RetryPolicy
+from headway.core.text import duration
 from headway.errors import LedgerRestored, NotFound, StaleClaim
 from headway.events import Event, append
-from headway.ledger.store import items
+from headway.ledger.store import items, jobs
 from headway.ledger.store.audit import audit
 from headway.ledger.store.contract import Prior, item_store
-from headway.ledger.values import SAME_AS_CAUSE, Done, Failed, Outcome, Recorded
+from headway.ledger.values import SAME_AS_CAUSE, Done, Failed, Later, Outcome, Recorded
 from headway.telemetry import Log
 
 log = Log("ledger")
@@ -230,50 +231,107 @@ class Recorder:
         return self._compare_and_write(outcomes, policy or self.row.policy, register=register)
 
     def _compare_and_write(self, outcomes: Sequence[Outcome], policy: RetryPolicy, *, register: bool) -> Recorded:
-        row, indices = self.row, [outcome.idx for outcome in outcomes]
-        prior = self._prior(indices, register=register)
+        row, prior = self.row, self._prior([outcome.idx for outcome in outcomes], register=register)
         done: list[Done] = []
-        repeated, stale, due, died = 0, [], {}, []
+        postponed: list[Later] = []
+        rerun: list[int] = []  # done items that failed or were postponed before
+        repeated, stale, due, died = 0, [], dict[int, float](), []
         for outcome in outcomes:
-            try:
-                name, status, attempts, token, lease_until, dead = prior[outcome.idx]
-            except KeyError:
-                raise NotFound(
-                    f"Item {outcome.idx} is not registered in job {self.id}.",
-                    hint="If the database was restored during a run, run the same command again.",
-                ) from None
-            if status == "done":
+            known = self._known(prior, outcome.idx)
+            if known.status == "done":
                 # Done is final: a late failure or a second success of the same item changes nothing.
                 repeated += 1
                 if isinstance(outcome, Failed):
                     log.info("a failure of an item that is done was ignored", job=self.id, idx=outcome.idx)
-                continue
-            if outcome.token is not None and (token != outcome.token or lease_until is None):
+            elif outcome.token is not None and (known.token != outcome.token or known.lease_until is None):
                 stale.append(outcome.idx)
-                continue
-            if isinstance(outcome, Done):
+            elif isinstance(outcome, Done):
                 done.append(outcome)
-                prior[outcome.idx] = Prior(name, "done", attempts, token, None, False)
-                row.leave(status, dead)
-                if dead:
-                    self._rescue(outcome.idx)
-                continue
-            if outcome.seen is not None and outcome.seen != attempts:
+                rerun += [outcome.idx] if known.status == "failed" else []
+                self._leave_for_done(outcome, known, prior)
+            elif isinstance(outcome, Later):
+                postponed.append(outcome)
+            elif outcome.seen is not None and outcome.seen != known.attempts:
                 repeated += 1
-                continue
-            row.leave(status, dead)
-            dies = dead or not outcome.retryable or attempts + 1 > row.max_retries
-            at = None if dies else self.now + policy.delay(attempts + 1)
-            self._fail(outcome, name, attempts + 1, at, was_dead=dead)
-            prior[outcome.idx] = Prior(name, "failed", attempts + 1, token, None, dies)
-            if at is None:
+            elif (at := self._record_failure(outcome, prior, policy)) is None:
                 died.append(outcome.idx)
             else:
                 due[outcome.idx] = at
         if done:
             items.put_done(self.tx, self.no, self.now, done)
+            items.forget_delays(self.tx, self.no, rerun)
             self._count_done(done)
-        return Recorded(len(done), len(due), len(died), repeated, False, due, died, row.failed, row.dead, stale)
+        failed, until = len(due), dict[int, float]()
+        if postponed:
+            until, beyond, again = self._postpone(postponed, prior)
+            repeated += again
+            died += [failure.idx for failure in beyond]
+            for failure in beyond:
+                self._record_failure(failure, prior, policy)
+        return Recorded(
+            len(done), failed, len(died), repeated, False, due | until, died, row.failed, row.dead, stale, len(until)
+        )
+
+    def _known(self, prior: Mapping[int, Prior], idx: int) -> Prior:
+        try:
+            return prior[idx]
+        except KeyError:
+            raise NotFound(
+                f"Item {idx} is not registered in job {self.id}.",
+                hint="If the database was restored during a run, run the same command again.",
+            ) from None
+
+    def _leave_for_done(self, outcome: Done, known: Prior, prior: dict[int, Prior]) -> None:
+        prior[outcome.idx] = Prior(known.key, "done", known.attempts, known.token, None, False)
+        self.row.leave(known.status, known.dead)
+        if known.dead:
+            self._rescue(outcome.idx)
+
+    def _record_failure(self, outcome: Failed, prior: dict[int, Prior], policy: RetryPolicy) -> float | None:
+        """Record a failed run. Return when the item may run again, or None if it is dead."""
+        name, status, attempts, token, _, dead = prior[outcome.idx]
+        self.row.leave(status, dead)
+        dies = dead or not outcome.retryable or attempts + 1 > self.row.max_retries
+        at = None if dies else self.now + policy.delay(attempts + 1)
+        self._fail(outcome, name, attempts + 1, at, was_dead=dead)
+        prior[outcome.idx] = Prior(name, "failed", attempts + 1, token, None, dies)
+        return at
+
+    def _postpone(
+        self, outcomes: Sequence[Later], prior: Mapping[int, Prior]
+    ) -> tuple[dict[int, float], list[Failed], int]:
+        """Record postponed runs.
+
+        Return when each item may run again, the failures of items beyond their limit, and how many reports were
+        recorded before.
+
+        A dead letter that is postponed in its last pass waits like any other item, and is dead again if it fails.
+        """
+        known = items.delays_of(self.tx, self.no, [outcome.idx for outcome in outcomes])
+        row, now, until, beyond, repeated = self.row, self.now, dict[int, float](), list[Failed](), 0
+        written: list[tuple[Later, int, float, bool]] = []
+        for outcome in outcomes:
+            idx = outcome.idx
+            times, since, report = known.get(idx, (0, now, None))
+            if report == outcome.report or idx in until:
+                repeated += 1
+                continue
+            if outcome.limit.exceeded(times + 1, now - since):
+                text = f"postponed {times} times in {duration(max(0.0, now - since))}, the limit is {outcome.limit}"
+                failure = Failure("RetryLater", bounded_error(f"{outcome.reason} ({text})" if outcome.reason else text))
+                beyond.append(Failed(idx, failure, seconds=outcome.seconds, worker=outcome.worker, retryable=False))
+                continue
+            if outcome.whole_job:
+                jobs.wait(self.tx, self.no, now, now + outcome.delay, outcome.reason)
+            was_dead = prior[idx].dead
+            row.leave(prior[idx].status, was_dead)
+            row.failed += 1
+            if was_dead:
+                items.delete_dead_letter(self.tx, self.no, idx)
+            written.append((outcome, times + 1, min(since, now), bool(was_dead)))
+            until[idx] = now + outcome.delay
+        items.postpone(self.tx, self.no, now, written, {idx: prior[idx].attempts for idx in until})
+        return until, beyond, repeated
 
     def _prior(self, indices: list[int], *, register: bool) -> dict[int, Prior]:
         """Return the items' states. With ``register``, register the unknown ones first."""
@@ -317,10 +375,12 @@ class Recorder:
             last_error = shortened(failure.text, DEAD_ERROR_KEPT)
             self.tx.execute(
                 "INSERT INTO dead_letters (job, idx, meta, error, created_at, cause, last_pass) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, "
+                "VALUES (?, ?, ?, ?, ?, ?, CASE WHEN ? = 1 OR EXISTS (SELECT 1 FROM item_delays w WHERE w.job = ? "
+                "AND w.idx = ? AND w.last_pass = 1) THEN 1 ELSE 0 END) "
+                "ON CONFLICT (job, idx) DO UPDATE SET meta = excluded.meta, "
                 "error = excluded.error, created_at = excluded.created_at, cause = excluded.cause, "
                 "last_pass = excluded.last_pass",
-                (no, outcome.idx, outcome.meta, last_error, now, cause, passed),
+                (no, outcome.idx, outcome.meta, last_error, now, cause, passed, no, outcome.idx),
             )
         log.info(
             "item failed" if at is not None else "item is dead",

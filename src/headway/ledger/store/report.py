@@ -10,6 +10,7 @@ from headway._lease import has_ended
 from headway._sql import Database, Row, Tx, Value, listed
 from headway.errors import InvalidInput, NotFound
 from headway.ledger.store import items as stored
+from headway.ledger.store import jobs
 from headway.ledger.store.contract import item_store
 from headway.ledger.store.items import OPEN, last_of, rows_at, stretches
 from headway.ledger.values import (
@@ -21,6 +22,7 @@ from headway.ledger.values import (
     DeadLetter,
     ItemInfo,
     JobInfo,
+    Postponed,
     Progress,
     Run,
     check_index,
@@ -63,7 +65,7 @@ _JOB = (
     "CASE WHEN finished_at IS NULL AND holder IS NULL THEN "
     "(SELECT r.outcome FROM runs r WHERE r.job = jobs.no ORDER BY r.no DESC LIMIT 1) END, "
     "CASE WHEN holder IS NOT NULL THEN (SELECT c.paused FROM controls c WHERE c.job = jobs.no "
-    "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = jobs.no)) END FROM jobs"
+    "AND c.run = (SELECT max(r.no) FROM runs r WHERE r.job = jobs.no)) END, wait_since, wait_until, wait_reason FROM jobs"
 )
 
 
@@ -83,7 +85,9 @@ def _traceback(detail: str | None, of_cause: str | None) -> str | None:
 def job_info(row: Row, now: float) -> JobInfo:
     """Build a `JobInfo` from a row of ``_JOB``. ``now`` is the database's Unix time."""
     (no, id, function, source, command, keyed_by, digest, sealed, archived, generation, version, max_retries, total, done,
-     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome, paused) = row  # fmt: skip
+     failed, dead, failures, created_at, updated_at, finished_at, holder, lease_until, last_outcome, paused,
+     wait_since, wait_until, wait_reason) = row  # fmt: skip
+    waits = wait_until is not None and finished_at is None and jobs.waits(wait_since, wait_until, now)
     return JobInfo(
         no, id, function, source, command, keyed_by, digest, bool(sealed), bool(archived), generation, version, max_retries,
         total, done, failed, dead, failures,
@@ -92,6 +96,7 @@ def job_info(row: Row, now: float) -> JobInfo:
         None if finished_at is None else utc(max(created_at, finished_at)),
         json.loads(holder) if holder else None, maybe_utc(lease_until),
         held=holder is not None and not has_ended(holder, lease_until, now), last_outcome=last_outcome, paused=bool(paused),
+        wait_until=utc(wait_until) if waits else None, wait_reason=wait_reason if waits else "",
     )  # fmt: skip
 
 
@@ -209,6 +214,18 @@ class Reports:
             dead=info.dead,
             running=running[0] if running else 0,
         )
+
+    def postponed(self) -> Postponed | None:
+        """Return the items that `headway.errors.RetryLater` postponed and that still wait, or None if there are none."""
+        with self._database.read() as tx:
+            waiting = (
+                "FROM item_delays w JOIN progress p ON p.job = w.job AND p.idx = w.idx AND p.next_attempt_at = w.until "
+                "WHERE w.job = ? AND w.until > ?"
+            )
+            parameters = (self.no, tx.now())
+            first = tx.one(f"SELECT w.until, w.reason {waiting} ORDER BY w.until LIMIT 1", parameters)
+            counted = tx.one(f"SELECT count(*) {waiting}", parameters)
+        return None if first is None or counted is None else Postponed(counted[0], utc(first[0]), first[1])
 
     def fleet_note(self) -> str | None:
         """Return why a worker refused to join the job's fleet, or None."""

@@ -16,11 +16,13 @@ PAGE = 1000
 _ITEM = """\
 SELECT i.idx, i.key, p.status, d.idx, p.lease_until, coalesce(p.attempts, 0), p.updated_at, p.seconds, p.worker, p.meta,
     p.next_attempt_at, i.payload, p.holder,
-    coalesce(d.error, (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)),
+    coalesce(d.error, 'RetryLater: ' || w.reason,
+        (SELECT a.error FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1)),
     coalesce(d.cause, (SELECT a.cause FROM attempts a WHERE a.job = i.job AND a.idx = i.idx ORDER BY a.no DESC LIMIT 1))
 FROM input_products i
 LEFT JOIN progress p ON p.job = i.job AND p.idx = i.idx
-LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx"""
+LEFT JOIN dead_letters d ON d.job = i.job AND d.idx = i.idx
+LEFT JOIN item_delays w ON w.job = p.job AND w.idx = p.idx AND w.until = p.next_attempt_at"""
 
 # SQLite itself would assign the largest existing number plus one, which may be that of a deleted job.
 _INSERT_JOB = """\
