@@ -11,7 +11,7 @@ import pytest
 
 from headway._sql import Database, connect
 from headway.alerts import Alert, Evaluator, Rules
-from headway.alerts.records import closed_alerts, open_alerts
+from headway.alerts.store.alerts import closed_alerts, open_alerts
 from headway.queue.task_queue import TaskQueue
 from tests.queue.nursery import Forked, Nursery
 

@@ -20,7 +20,7 @@ from headway._sql import Database, connect
 from headway.alerts import Change, Evaluator, Rules
 from headway.alerts.evaluator import LEASE, LEASE_NAME
 from headway.alerts.judgement import GAP, OPENINGS
-from headway.alerts.records import closed_alerts, open_alerts
+from headway.alerts.store.alerts import closed_alerts, open_alerts
 from headway.errors import StaleClaim
 from headway.events import CallableSink, Event, Relay, SqlOutbox, schema
 from headway.ledger import Ledger, NewItem

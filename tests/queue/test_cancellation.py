@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from headway.alerts import Rules
-from headway.alerts.readings import fetch, judge
+from headway.alerts.readings import judge
+from headway.alerts.store.snapshot import fetch
 from headway.queue import TaskCancelled, TaskQueue
 from headway.queue.handlers import Isolation
 from headway.queue.recovery import Sweeper

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from headway._lease import Owner
-from headway.alerts.readings import fetch, judge
+from headway.alerts.readings import judge
 from headway.alerts.rules import Rules
+from headway.alerts.store.snapshot import fetch
 from headway.core.lifecycle import Shutdown
 from headway.queue.rq.source import RqSource
 from headway.queue.store import workers

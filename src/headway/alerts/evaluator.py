@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from headway._lease import Lease, Owner, SqlLeases, shorten
 from headway._sql import Database, Tx
-from headway.alerts import records
 from headway.alerts.judgement import Change, Judgement
-from headway.alerts.readings import fetch, judge, reading
+from headway.alerts.readings import judge, reading
 from headway.alerts.rules import Reading, Rules
+from headway.alerts.store import alerts
+from headway.alerts.store.snapshot import fetch
 from headway.core.failure import describe
 from headway.core.retry import RetryPolicy
 from headway.core.text import duration
@@ -215,7 +216,7 @@ class Evaluator:
         if self._purged_at is None or now - self._purged_at > PURGE_SECONDS:
             self._purged_at = now
             self._database.run(
-                lambda tx: records.purge(tx, (tx.now() if at is None else at) - rules.kept), operation="alerts.purge"
+                lambda tx: alerts.purge(tx, (tx.now() if at is None else at) - rules.kept), operation="alerts.purge"
             )
 
     def _report(self, change: Change) -> None:

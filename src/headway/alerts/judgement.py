@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from headway._sql import Tx
-from headway.alerts import records
 from headway.alerts.readings import shown
-from headway.alerts.records import Alert
 from headway.alerts.rules import Reading, Rules
+from headway.alerts.store import alerts
+from headway.alerts.store.alerts import Alert
 from headway.core.text import duration
 from headway.telemetry import Log
 
@@ -40,11 +40,10 @@ class Judgement:
 
     def __init__(self, tx: Tx, rules: Rules, now: float) -> None:
         self._tx, self._rules, self._now = tx, rules, now
-        self._open: dict[_Key, Alert] = {(alert.rule, alert.subject): alert for alert in records.open_alerts(tx)}
-        self._muted = records.mutes(tx, now)
+        self._open: dict[_Key, Alert] = {(alert.rule, alert.subject): alert for alert in alerts.open_alerts(tx)}
+        self._muted = alerts.mutes(tx, now)
         self._timers: dict[_Key, tuple[float, float]] = {
-            (rule, subject): (since, seen_at)
-            for rule, subject, since, seen_at in tx.all("SELECT rule, subject, since, seen_at FROM alert_timers")
+            (rule, subject): (since, seen_at) for rule, subject, since, seen_at in alerts.timers(tx)
         }
         self._running: dict[_Key, float] = {}  # the timers that continue, with their start
         self._openings = 0
@@ -60,7 +59,7 @@ class Judgement:
         self._publish_unmuted()
         self._was_away(away)
         current: list[tuple[Alert, Reading]] = []
-        notes: list[records.Note] = []
+        notes: list[alerts.Note] = []
         for rule, found in seen.items():
             left = self._left
             readings = {one.subject: one for one in found}
@@ -73,11 +72,11 @@ class Judgement:
                 if one.above and (rule, one.subject) not in self._open:
                     self._perhaps_open(one)
             if rule == "new_cause" and self._left > left:  # the deferred ones are read again
-                records.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
+                alerts.hold_mark(self._tx, rule, self._now - (self._rules.limits.get(rule) or 0.0))
             else:
                 notes.append(self._note(rule, found))
-        records.update_values(self._tx, current)
-        records.write_rules(self._tx, notes)
+        alerts.update_values(self._tx, current)
+        alerts.write_rules(self._tx, notes)
         self._write_timers(seen)
         if self._left:
             log.warning("too many alerts for one round; the others open in the next", count=self._left)
@@ -85,7 +84,7 @@ class Judgement:
 
     def _news(self, found: Sequence[Reading]) -> list[Reading]:
         """Return the causes that have had no alert. Each cause has at most one."""
-        known = records.had(self._tx, "new_cause", [one.subject for one in found])
+        known = alerts.had(self._tx, "new_cause", [one.subject for one in found])
         return [one for one in found if one.subject not in known]
 
     def _perhaps_open(self, one: Reading) -> None:
@@ -118,24 +117,24 @@ class Judgement:
         return since if since <= seen_at <= self._now <= seen_at + GAP else self._now
 
     def _opened(self, one: Reading, at: float) -> Alert:
-        alert = records.open_alert(self._tx, one, self._rules.limits.get(one.rule) or 0.0, at)
-        muted = records.is_muted(self._muted, one.rule, one.subject)
+        alert = alerts.open_alert(self._tx, one, self._rules.limits.get(one.rule) or 0.0, at)
+        muted = alerts.is_muted(self._muted, one.rule, one.subject)
         if not muted:
-            records.publish_opening(self._tx, alert, at)
+            alerts.publish_opening(self._tx, alert, at)
             alert = alert._replace(published=True)
         self._changes.append(Change("opened", alert, muted))
         return alert
 
     def _closed(self, alert: Alert) -> None:
-        records.close_alert(self._tx, alert, self._now)
+        alerts.close_alert(self._tx, alert, self._now)
         self._open.pop((alert.rule, alert.subject), None)
         self._changes.append(Change("closed", alert._replace(closed_at=self._now), not alert.published))
 
     def _publish_unmuted(self) -> None:
         """Publish open alerts whose mute has ended."""
         for key, alert in self._open.items():
-            if not alert.published and not records.is_muted(self._muted, *key):
-                records.publish_opening(self._tx, alert, self._now)
+            if not alert.published and not alerts.is_muted(self._muted, *key):
+                alerts.publish_opening(self._tx, alert, self._now)
                 self._open[key] = opened = alert._replace(published=True)
                 self._changes.append(Change("opened", opened, muted=False))
 
@@ -148,26 +147,19 @@ class Judgement:
         limit = self._rules.limits.get("store_away")
         if limit is None or seconds < limit:
             return
-        last = self._tx.one("SELECT max(checked_at) FROM alert_rules")
-        if last is not None and last[0] is not None and last[0] <= self._now:
-            seconds = min(seconds, self._now - last[0])
+        last = alerts.last_evaluation(self._tx)
+        if last is not None and last <= self._now:
+            seconds = min(seconds, self._now - last)
         if seconds >= limit:
             text = shown(f"The database was unreachable for {duration(seconds)}. No rules were evaluated meanwhile.")
             one = Reading("store_away", "database", seconds, text, above=True)
             self._closed(self._opened(one, self._now - seconds))
 
-    def _note(self, rule: str, found: Sequence[Reading]) -> records.Note:
+    def _note(self, rule: str, found: Sequence[Reading]) -> alerts.Note:
         worst = max(found, key=lambda one: one.value, default=None)
         value, subject = (None, None) if worst is None else (worst.value, worst.subject)
         return rule, self._rules.limits.get(rule), value, subject, self._now
 
     def _write_timers(self, seen: Mapping[str, object]) -> None:
         over = [key for key in self._timers if key[0] in seen and key not in self._running]
-        if over:
-            self._tx.executemany("DELETE FROM alert_timers WHERE rule = ? AND subject = ?", over)
-        if self._running:
-            self._tx.insert(
-                "INSERT INTO alert_timers (rule, subject, since, seen_at) VALUES (?, ?, ?, ?) ON CONFLICT (rule, subject) "
-                "DO UPDATE SET since = excluded.since, seen_at = excluded.seen_at",
-                [(*key, since, self._now) for key, since in self._running.items()],
-            )
+        alerts.write_timers(self._tx, [(*key, since, self._now) for key, since in self._running.items()], over)

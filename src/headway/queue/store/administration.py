@@ -119,7 +119,7 @@ def declared_per_user(of: Database | Tx) -> str | None:
 # Deleting old data
 
 # The subselect hides the limit from PostgreSQL's planner. Without statistics it would estimate fewer ended tasks than the limit
-# and scan the whole table instead of the index (measured by `tests/ledger/test_fresh_tables.py`).
+# and scan the whole table instead of the index (measured by `tests/ledger/test_query_plans.py`).
 _DELETE_ENDED = """
 DELETE FROM tasks WHERE no IN (
     SELECT no FROM tasks WHERE ended_at IS NOT NULL AND ended_at < ? AND status IN ('COMPLETED', 'FAILED', 'CANCELLED')

@@ -3,7 +3,7 @@
 A statement changes rows, appends their events and adds to the minute counters. `SHARE_APPENDING` is taken before the first
 number of the outbox is drawn, because the inserted events come from a join with it.
 
-`tests/ledger/test_fresh_tables.py` measures how many rows these statements read on a table without statistics, where the
+`tests/ledger/test_query_plans.py` measures how many rows these statements read on a table without statistics, where the
 planner assumes that partial indexes are empty. The comments name the statements that are shaped by it.
 """
 

@@ -198,7 +198,7 @@ def read_speeds(
 
 def read_stalled(database: Database) -> dict[str, str]:
     """Return the jobs that the alerts judge as stalled: id -> text of the alert."""
-    from headway.alerts.records import open_alerts
+    from headway.alerts.store.alerts import open_alerts
 
     with database.read() as tx:
         return {alert.subject: alert.text for alert in open_alerts(tx) if alert.rule == "stalled_job"}

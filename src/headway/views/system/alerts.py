@@ -9,7 +9,7 @@ from headway.views.shape import Json, document
 
 if TYPE_CHECKING:
     from headway._sql import Database
-    from headway.alerts.records import Alert, Mute
+    from headway.alerts.store.alerts import Alert, Mute
 
 #: Default number of closed alerts.
 HISTORY = 50
@@ -96,15 +96,15 @@ class Alerts(NamedTuple):
 
 def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
     """Read all alerts, rules and mutes in one snapshot."""
-    from headway.alerts import records
     from headway.alerts.evaluator import LEASE_NAME
     from headway.alerts.rules import RULES
+    from headway.alerts.store import alerts
 
     with database.read() as tx:
         now = tx.now()
-        open_, closed = records.open_alerts(tx), records.closed_alerts(tx, history)
-        notes, mutes = records.notes(tx), records.mutes(tx, now)
-        holder = records.holder_of(tx, LEASE_NAME)
+        open_, closed = alerts.open_alerts(tx), alerts.closed_alerts(tx, history)
+        notes, mutes = alerts.notes(tx), alerts.mutes(tx, now)
+        holder = alerts.holder_of(tx, LEASE_NAME)
     order = {rule.name: position for position, rule in enumerate(RULES)}
     open_.sort(key=lambda alert: (order.get(alert.rule, len(order)), alert.opened_at, alert.no))
     checked_at = max((note[4] for note in notes.values()), default=None)
@@ -138,7 +138,7 @@ def read_alerts(database: Database, *, history: int = HISTORY) -> Alerts:
 
 def alert_view(alert: Alert, mutes: list[Mute]) -> AlertView:
     """Return the view of an alert."""
-    from headway.alerts.records import is_muted
+    from headway.alerts.store.alerts import is_muted
 
     return AlertView(
         alert.no, alert.rule, alert.subject, alert.severity, alert.text, alert.value, alert.peak, alert.threshold,

@@ -1,4 +1,4 @@
-"""The tables of alerts, mutes and rules.
+"""The tables of alerts, mutes, rules and timers. Every function works inside the caller's transaction.
 
 Opening and closing an alert each append an event in the same transaction. Its id contains the database's uuid and the
 alert's number, so a repetition appends the same event.
@@ -9,21 +9,14 @@ An alert that was not published when it opened is not published when it closes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from headway._lease import has_ended, read_owner
-from headway._sql import Database, Row, Tx, marks
-from headway.alerts.rules import BY_NAME, RULES, Reading, Severity
-from headway.errors import InvalidInput, NotFound
+from headway._sql import Row, Tx, marks
+from headway.alerts.rules import BY_NAME, Reading, Severity
 from headway.events import Event, append
-from headway.ledger.store.audit import audit
-
-#: Longest mute in seconds. The settings turn a rule off permanently.
-MOST_MUTED = 366 * 86_400.0
-NAME_LIMIT = 500
 
 _COLUMNS = (
     "no, rule, subject, severity, text, value, peak, threshold, opened_at, closed_at, published, "
@@ -33,6 +26,9 @@ _COLUMNS = (
 
 #: The last evaluation of a rule: its name, limit, highest value, the subject of that value, time.
 Note = tuple[str, float | None, float | None, str | None, float]
+
+#: (rule, subject, since, seen_at): since when a value is beyond a limit, and when that was last seen.
+Timer = tuple[str, str, float, float]
 
 
 class Alert(NamedTuple):
@@ -142,7 +138,7 @@ def close_alert(tx: Tx, alert: Alert, now: float) -> None:
     now = max(now, alert.opened_at)  # the clock may have been set back
     tx.execute("UPDATE alerts SET closed_at = ? WHERE no = ?", (now, alert.no))
     if alert.published:
-        more: dict[str, str | float] = {"closed_at": _iso(now), "seconds": round(now - alert.opened_at, 3)}
+        more: dict[str, str | float] = {"closed_at": iso(now), "seconds": round(now - alert.opened_at, 3)}
         append(tx, _event(tx, alert, type="alert.closed", now=now, more=more))
 
 
@@ -179,71 +175,56 @@ def purge(tx: Tx, before: float) -> int:
     return tx.execute("DELETE FROM alerts WHERE closed_at < ?", (before,))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Changes by users
+def timers(tx: Tx) -> list[Timer]:
+    """Return the running timers."""
+    return tx.all("SELECT rule, subject, since, seen_at FROM alert_timers")
 
 
-def acknowledge(database: Database, no: int, *, by: str, reason: str = "") -> Alert:
-    """Mark an open alert as being handled by ``by``. A repeated call keeps the first user."""
-    who = _name(by)
-
-    def work(tx: Tx) -> Alert:
-        sql = f"SELECT {_COLUMNS} FROM alerts WHERE no = ?{tx.for_update}"
-        row = tx.one(sql, (no,)) if 0 < no < 2**63 else None
-        if row is None:
-            raise NotFound(f"There is no alert {no}.", hint="List them: headway alerts")
-        alert = _alert(row)
-        if alert.closed_at is not None:
-            raise InvalidInput(f"Alert {no} is already closed.", hint="List the open ones: headway alerts")
-        if alert.acknowledged_by is not None:
-            return alert
-        now = tx.now()
-        tx.execute("UPDATE alerts SET acknowledged_by = ?, acknowledged_at = ? WHERE no = ?", (who, now, no))
-        facts = {"alert": no, "rule": alert.rule, "subject": alert.subject}
-        _audit(tx, now, who, "alert.acknowledge", facts, reason)
-        return alert._replace(acknowledged_by=who, acknowledged_at=now)
-
-    return database.run(work, operation="alerts.acknowledge")
-
-
-def mute(database: Database, rule: str, *, seconds: float, by: str, subject: str = "", reason: str = "") -> Mute:
-    """Publish no alerts of a rule, or of one subject of it, for ``seconds``. Replaces an earlier mute."""
-    known, who = _rule(rule), _name(by)
-    if not (math.isfinite(seconds) and 0 < seconds <= MOST_MUTED):
-        raise InvalidInput(
-            f"A mute must last more than 0 s and at most {MOST_MUTED / 86_400:.0f} days (got {seconds!s:.40} s).",
-            hint=f'Turn a rule off permanently: alert_{known} = "off" in headway.toml',
-        )  # fmt: skip
-    about = _name(subject, "The subject") if subject else ""
-
-    def work(tx: Tx) -> Mute:
-        now = tx.now()
-        made = Mute(known, about, now + seconds, who, now)
-        tx.execute(
-            "INSERT INTO alert_mutes (rule, subject, until, by, at) VALUES (?, ?, ?, ?, ?) ON CONFLICT (rule, subject) "
-            "DO UPDATE SET until = excluded.until, by = excluded.by, at = excluded.at",
-            made,
+def write_timers(tx: Tx, running: Sequence[Timer], over: Sequence[tuple[str, str]]) -> None:
+    """Store the running timers, and delete those in ``over`` (rule, subject)."""
+    if over:
+        tx.executemany("DELETE FROM alert_timers WHERE rule = ? AND subject = ?", over)
+    if running:
+        tx.insert(
+            "INSERT INTO alert_timers (rule, subject, since, seen_at) VALUES (?, ?, ?, ?) ON CONFLICT (rule, subject) "
+            "DO UPDATE SET since = excluded.since, seen_at = excluded.seen_at",
+            running,
         )
-        _audit(tx, now, who, "alert.mute", {"rule": known, "subject": about, "until": _iso(made.until)}, reason)
-        return made
-
-    return database.run(work, operation="alerts.mute")
 
 
-def unmute(database: Database, rule: str, *, by: str, subject: str = "", reason: str = "") -> bool:
-    """End a mute. Return whether there was one. The next evaluation publishes the alerts that are still open."""
-    known, who = _rule(rule), _name(by)
+def last_evaluation(tx: Tx) -> float | None:
+    """Return when any rule was last evaluated; None if none ever was."""
+    row = tx.one("SELECT max(checked_at) FROM alert_rules")
+    return None if row is None else row[0]
 
-    def work(tx: Tx) -> bool:
-        now = tx.now()
-        stood = tx.one("SELECT until FROM alert_mutes WHERE rule = ? AND subject = ?", (known, subject))
-        if stood is None or stood[0] <= now:
-            return False
-        tx.execute("DELETE FROM alert_mutes WHERE rule = ? AND subject = ?", (known, subject))
-        _audit(tx, now, who, "alert.unmute", {"rule": known, "subject": subject}, reason)
-        return True
 
-    return database.run(work, operation="alerts.unmute")
+# ---------------------------------------------------------------------------------------------------------------------
+# Changes by users: `headway.alerts.actions`
+
+
+def lock_alert(tx: Tx, no: int) -> Alert | None:
+    """Return an alert, locked until the transaction ends, or None."""
+    row = tx.one(f"SELECT {_COLUMNS} FROM alerts WHERE no = ?{tx.for_update}", (no,))
+    return None if row is None else _alert(row)
+
+
+def set_acknowledged(tx: Tx, no: int, by: str, at: float) -> None:
+    """Store who handles an alert."""
+    tx.execute("UPDATE alerts SET acknowledged_by = ?, acknowledged_at = ? WHERE no = ?", (by, at, no))
+
+
+def put_mute(tx: Tx, mute: Mute) -> None:
+    """Insert or replace a mute."""
+    tx.execute(
+        "INSERT INTO alert_mutes (rule, subject, until, by, at) VALUES (?, ?, ?, ?, ?) ON CONFLICT (rule, subject) "
+        "DO UPDATE SET until = excluded.until, by = excluded.by, at = excluded.at",
+        mute,
+    )
+
+
+def delete_mute(tx: Tx, rule: str, subject: str, now: float) -> bool:
+    """Delete a mute. Return whether it was in force."""
+    return tx.execute("DELETE FROM alert_mutes WHERE rule = ? AND subject = ? AND until > ?", (rule, subject, now)) > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,26 +233,6 @@ def unmute(database: Database, rule: str, *, by: str, subject: str = "", reason:
 def _alert(row: Row) -> Alert:
     alert = Alert(*row)
     return alert._replace(published=bool(alert.published))
-
-
-def _rule(name: str) -> str:
-    if name not in BY_NAME:
-        raise NotFound(f"There is no rule {name!s:.80}.", hint=f"Use one of: {', '.join(rule.name for rule in RULES)}")
-    return name
-
-
-def _name(text: str, what: str = "The user") -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"{what} contains a lone surrogate.") from error
-    if not text.strip() or len(text) > NAME_LIMIT or "\0" in text:
-        raise InvalidInput(f"{what} must have 1 to {NAME_LIMIT} characters without NUL.")
-    return text
-
-
-def _audit(tx: Tx, now: float, by: str, action: str, detail: Mapping[str, object], reason: str) -> None:
-    audit(tx, now, by, action, "", {**detail, "reason": reason} if reason else detail)
 
 
 def _event(tx: Tx, alert: Alert, *, type: str, now: float, more: Mapping[str, str | float]) -> Event:
@@ -287,11 +248,12 @@ def _event(tx: Tx, alert: Alert, *, type: str, now: float, more: Mapping[str, st
         version=1 if type == "alert.opened" else 2,
         data={
             "alert": alert.no, "rule": alert.rule, "subject": alert.subject, "severity": alert.severity,
-            "text": alert.text, "value": alert.value, "limit": alert.threshold, "opened_at": _iso(alert.opened_at),
+            "text": alert.text, "value": alert.value, "limit": alert.threshold, "opened_at": iso(alert.opened_at),
             **more,
         },
     )  # fmt: skip
 
 
-def _iso(at: float) -> str:
+def iso(at: float) -> str:
+    """Format a Unix time as in the data of events."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
