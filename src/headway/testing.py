@@ -13,10 +13,13 @@ Quotas, order, retries and records use the same code as in production; only the 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 from headway._lease import Owner
@@ -27,7 +30,7 @@ from headway.queue.store import complete as outcomes
 from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Claim, Status, Task
 from headway.queue.task_queue import TaskQueue
-from headway.queue.worker.execution import Ended, RunningTask, perform
+from headway.queue.worker.execution import Ended, RunningTask, perform, perform_async
 
 _here = threading.local()  # `running`: a handler runs in this thread
 
@@ -84,7 +87,7 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
     except StorageError as error:
         result = Ended(failure=Failure("PayloadRefused", str(error)), retryable=False)
     else:
-        result = perform(task, queue.handlers[claim.kind].function, payload, queue.context)
+        result = _perform(queue, task, payload)
     seconds = time.monotonic() - began
     if result.failure is None:
         stored = None if result.result is None else queue.backend.encode_result(claim.id, result.result)
@@ -93,6 +96,22 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
     return queue.database.run(
         lambda tx: outcomes.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
     )
+
+
+def _perform(queue: TaskQueue, task: RunningTask, payload: str) -> Ended:
+    handler = queue.handlers[task.kind]
+    if handler.isolation != "async":
+        return perform(task, handler.function, payload, queue.context)
+
+    def run() -> Ended:
+        return asyncio.run(perform_async(task, handler.function, payload, queue.context))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as thread:  # the test is async itself, and its event loop cannot run another one
+        return thread.submit(copy_context().run, run).result()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,9 @@ ISOLATIONS = ("fork", "none")
 def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> TaskQueue:
     queue = TaskQueue(url, **{"per_user": None, **options})
     for isolation in isolations:
+        if isolation == "async":
+            register_async(queue)
+            continue
 
         def register(name: str, function, isolation=isolation, **more) -> None:
             queue.handler(f"{name}.{isolation}", isolation=isolation, **{"retries": 0, **more})(function)
@@ -57,15 +61,35 @@ def build(url: str, *, isolations: Sequence[str] = ISOLATIONS, **options) -> Tas
     return queue
 
 
+def register_async(queue: TaskQueue) -> None:
+    @queue.handler("log.async", retries=3, retry_delay=0.05, concurrency=1000)
+    async def log_async(task, payload) -> None:
+        """Append a line for every run, then wait."""
+        append_run(task, payload)
+        await asyncio.sleep(payload.get("seconds", 0.0))
+
+    @queue.handler("one.async", retries=3, retry_delay=0.05, concurrency=1)
+    async def one(task, payload) -> None:
+        await log_async(task, payload)
+
+    @queue.handler("block.async", retries=0, timeout=0.5)
+    async def block(task, payload) -> None:
+        time.sleep(120)  # noqa: ASYNC251 - it blocks the event loop on purpose
+
+
 def claimant(queue: TaskQueue, name: str = "w") -> Claimant:
     return Claimant(name, Owner.current(), sorted(queue.handlers))
 
 
 def log(task, payload) -> None:
     """Leaves a line for every execution, as the truth about what ran."""
+    append_run(task, payload)
+    time.sleep(payload.get("seconds", 0.0))
+
+
+def append_run(task, payload) -> None:
     with open(payload["file"], "a", encoding="utf-8") as file:
         file.write(f"{task.id} {task.attempts}\n")
-    time.sleep(payload.get("seconds", 0.0))
 
 
 def patient(task, payload) -> str:

@@ -33,20 +33,37 @@ class AsyncCallable:
 
 
 @pytest.mark.parametrize(
-    ("function", "what"),
+    ("function", "options", "what"),
     [
-        (asynchronous, "an async function"),
-        (partial(asynchronous), "an async function"),
-        (AsyncCallable(), "an async function"),
-        (asynchronous_generator, "a generator function"),
-        (generator, "a generator function"),
+        (asynchronous_generator, {}, "is a generator function, which workers do not run"),
+        (generator, {}, "is a generator function, which workers do not run"),
+        (partial(generator), {}, "is a generator function, which workers do not run"),
+        (asynchronous, {"isolation": "fork"}, "is async and cannot have isolation='fork'"),
+        (lambda task, payload: None, {"concurrency": 5}, "is not async, and concurrency is for async handlers"),
     ],
 )
-def test_a_function_that_returns_before_its_work_is_done_is_refused(queue: TaskQueue, function: Any, what: str):
-    with pytest.raises(InvalidInput, match=f"The handler of 'later' is {what}, which workers do not run") as refused:
-        queue.handler("later")(function)
-    assert "asyncio.run" in refused.value.hint
+def test_a_handler_that_no_worker_can_run_is_refused(
+    queue: TaskQueue, function: Any, options: dict[str, Any], what: str
+):
+    with pytest.raises(InvalidInput, match=f"The handler of 'later' {what}") as refused:
+        queue.handler("later", **options)(function)
+    assert "async def" in refused.value.hint or "asyncio.run" in refused.value.hint
     assert "later" not in queue.handlers
+
+
+@pytest.mark.parametrize("concurrency", [0, -1, 10_001, 1.5, True, float("nan")])
+def test_a_concurrency_that_is_not_a_count_is_refused(queue: TaskQueue, concurrency: Any):
+    with pytest.raises(InvalidInput, match=r"concurrency must be an integer from 1 to 10,000"):
+        queue.handler("later", concurrency=concurrency)
+    assert "later" not in queue.handlers
+
+
+@pytest.mark.parametrize("function", [asynchronous, partial(asynchronous), AsyncCallable()])
+@pytest.mark.parametrize("isolation", [None, "none"])
+def test_an_async_function_is_a_handler_for_the_event_loop(queue: TaskQueue, function: Any, isolation: Any):
+    queue.handler("later", isolation=isolation)(function)
+    assert queue.handlers["later"].isolation == "async"
+    assert queue.handlers["later"].concurrency == 100
 
 
 @pytest.fixture

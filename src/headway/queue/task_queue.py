@@ -132,15 +132,19 @@ class TaskQueue:
         timeout: float | None = 180.0,
         retries: int = TASK.retries,
         retry_delay: float = TASK.base,
-        isolation: Isolation = "fork",
+        isolation: Isolation | None = None,
+        concurrency: int | None = None,
     ) -> Callable[[F], F]:
         """Register a function for tasks of ``kind``; it is called as ``function(task, payload)``.
 
-        ``timeout`` (per run) and ``retry_delay`` are in seconds.
+        ``timeout`` (per run) and ``retry_delay`` are in seconds. A plain function runs in a process of its own
+        (``isolation="fork"``, the default) or in the worker's process (``"none"``). An async function runs on the worker's
+        event loop, up to ``concurrency`` tasks of the kind at once (default 100).
         """
         return registering(
-            self.handlers, kind, timeout=timeout, retries=retries, retry_delay=retry_delay, isolation=isolation
-        )
+            self.handlers, kind, timeout=timeout, retries=retries, retry_delay=retry_delay, isolation=isolation,
+            concurrency=concurrency,
+        )  # fmt: skip
 
     def after_fork(self, function: _Hook) -> _Hook:
         """Register a function that every forked task process calls before ``context`` and the handler.

@@ -51,7 +51,7 @@ class TaskStore(Protocol):
     def claim(
         self, database: Database, who: Claimant, *, queues: Sequence[Priority], limit: int, unhinted: bool
     ) -> list[Claim]:
-        """Run `claim.claim` for a worker that holds no task."""
+        """Run `claim.claim`; it may be sent again, see `claim.claim_next`."""
         ...
 
     def complete(self, database: Database, successes: Sequence[Success]) -> dict[str, Task]:

@@ -42,12 +42,16 @@ DELAYED_DUE = (
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """The claiming worker: its name, its process and the kinds it has handlers for."""
+    """The claiming worker: its name, its process and the kinds it has handlers for.
+
+    ``held``: numbers of the tasks it has already, which a claim does not return again.
+    """
 
     worker: str
     owner: Owner
     kinds: Sequence[str]
     lease: float = LEASE
+    held: Sequence[int] = ()
 
 
 def claim(
@@ -82,9 +86,9 @@ def claim_next(
     limit: int,
     unhinted: bool = False,
 ) -> list[Claim]:
-    """Claim tasks for a worker that holds none, in one transaction that may be sent again when its reply was lost.
+    """Claim tasks in one transaction that may be sent again when its reply was lost.
 
-    Such a worker can have running rows only from an unacknowledged claim; those are returned unchanged.
+    Running rows of the worker that it does not hold are from an unacknowledged claim; they are returned unchanged.
     """
     return task_store(database).claim(database, who, queues=queues, limit=limit, unhinted=unhinted)
 

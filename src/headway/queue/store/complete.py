@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from headway._lease import has_ended
@@ -206,6 +207,13 @@ def progress(tx: Tx, claim: Claim, percent: float, message: str) -> bool:
     if row is None:
         raise _stale(claim)
     return row[0] is not None
+
+
+def progress_all(tx: Tx, reports: Sequence[tuple[Claim, float, str]]) -> None:
+    """Record the progress of several runs. Tasks that the worker no longer owns are left out."""
+    for claim, percent, message in reports:
+        with suppress(StaleClaim):
+            progress(tx, claim, percent, message)
 
 
 def lapsed(tx: Tx, *, limit: int = 100) -> list[Task]:

@@ -119,7 +119,7 @@ SELECT {CLAIMED} FROM claimed
 _NEXT = f"""
 mine AS MATERIALIZED (
     SELECT {CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? AND starts_with(holder, ?)
-    AND lease_until > {_NOW} + ?{{not_given}}
+    AND lease_until > {_NOW} + ?{{not_given}} AND no <> ALL (CAST(? AS bigint[]))
 ), picked AS MATERIALIZED (
     SELECT no AS picked_no FROM tasks
     WHERE status = 'QUEUED' AND ready = 1 AND kind = ANY (CAST(? AS text[])){{hinted}} AND place = ANY (ARRAY(
@@ -335,7 +335,7 @@ def _next_values(who: Claimant, queues: Sequence[Priority]) -> tuple[Value, ...]
     """Return the parameters of `_NEXT`."""
     process = write_owner(who.owner).removesuffix("}")
     return (
-        who.worker, process, who.lease / 2, array(who.kinds), array([queue.place for queue in queues]),
+        who.worker, process, who.lease / 2, array(who.held), array(who.kinds), array([queue.place for queue in queues]),
         array([queue.value for queue in queues]), *claim_values(who),
     )  # fmt: skip
 

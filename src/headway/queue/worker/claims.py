@@ -47,6 +47,8 @@ class Claims:
         self._leased_until = 0.0  # monotonic time, no later than the leases of the held claims
         self._lost: set[int] = set()  # held claims that this worker no longer owns
         self._cancelling: set[int] = set()  # held claims to cancel
+        self._on_loop: dict[int, Claim] = {}  # on the worker's event loop: started, or about to start
+        self.loop_leased_until = 0.0  # monotonic time, no later than the leases of the claims on the event loop
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -67,14 +69,18 @@ class Claims:
 
     def hold(self, claimed: Sequence[Claim], claimed_at: float) -> None:
         """Hold newly claimed tasks. ``claimed_at``: monotonic time before the claim was sent."""
-        longest = self._settings().timeout_limit
-        if longest is not None:
-            claimed = [replace(claim, timeout=min(claim.timeout or longest, longest)) for claim in claimed]
-        self._held.extend(claimed)
+        self._held.extend(self._limited(claimed))
         self._leased_until = claimed_at + self._settings().lease
         self._held_since = time.monotonic()
         self._lost.clear()
         self._cancelling.clear()
+
+    def _limited(self, claimed: Sequence[Claim]) -> Sequence[Claim]:
+        """Limit the timeouts of claims to the worker's longest timeout."""
+        longest = self._settings().timeout_limit
+        if longest is None:
+            return claimed
+        return [replace(claim, timeout=min(claim.timeout or longest, longest)) for claim in claimed]
 
     def may_start(self, claim: Claim) -> bool:
         """Return whether the first held claim may start; otherwise drop it.
@@ -103,6 +109,38 @@ class Claims:
                         self.keep_only(claim)
                     return self._held.popleft()
         return None
+
+    def move_to_loop(self, handlers: Mapping[str, Handler]) -> list[Claim]:
+        """Return the held claims for the event loop; release the others, which would wait too long there."""
+        found: list[Claim] = []
+        for claim in [claim for claim in self._held if handlers[claim.kind].isolation == "async"]:
+            self._held.remove(claim)
+            self._held.appendleft(claim)
+            if self.may_start(claim):
+                self._held.popleft()
+                found.append(claim)
+                self._add_to_loop([claim], self._leased_until)
+        self.release_held()
+        return found
+
+    def claim_for_loop(self, kinds: Sequence[str], limit: int) -> list[Claim]:
+        """Claim up to ``limit`` more tasks of these kinds for the event loop."""
+        settings = self._settings()
+        held = [*self._on_loop, *(claim.no for claim in self._outcomes.claims)]
+        who = Claimant(self._name, self._owner, kinds, settings.lease, held)
+        claimed_at = time.monotonic()
+        claimed = self._limited(self._source.now.claim(who, settings.queues, limit))
+        self._add_to_loop(claimed, claimed_at + settings.lease)
+        return list(claimed)
+
+    def _add_to_loop(self, claimed: Sequence[Claim], leased_until: float) -> None:
+        if not self._on_loop:
+            self.loop_leased_until = leased_until
+        self._on_loop.update((claim.no, claim) for claim in claimed)
+
+    def leave_loop(self, claim: Claim) -> None:
+        """Remove a claim from the event loop: it ended, or it will be released or is lost."""
+        self._on_loop.pop(claim.no, None)
 
     def keep_only(self, claim: Claim) -> None:
         """Release all claims but this one. If the task kills this process, only its own attempt is counted."""
@@ -147,11 +185,13 @@ class Claims:
     def renew(self, running: Claim | None = None) -> tuple[set[int], set[int]]:
         """Renew the leases of all claims; return (numbers of lost ones, numbers to cancel).
 
-        This includes claims that are held or whose outcome is not recorded yet. The state changes only after the commit: a
-        failed renewal extends nothing.
+        This includes claims that are held, are on the event loop or whose outcome is not recorded yet. The state changes only
+        after the commit: a failed renewal extends nothing.
         """
         renewed_at = time.monotonic()
-        claims = (*list(self._held), *self._outcomes.claims, *([running] if running else ()))
+        claims = (
+            *list(self._held), *list(self._on_loop.values()), *self._outcomes.claims, *([running] if running else ()),
+        )  # fmt: skip
         tokens = {claim.no: claim.token for claim in claims}
         who = Claimant(self._name, self._owner, (), self._settings().lease)
         lost, cancelling = self._queue.database.run(
@@ -159,5 +199,5 @@ class Claims:
         )
         self._lost |= lost
         self._cancelling |= cancelling
-        self._leased_until = renewed_at + self._settings().lease
+        self._leased_until = self.loop_leased_until = renewed_at + self._settings().lease
         return lost, cancelling

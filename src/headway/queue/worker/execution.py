@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import mmap
 from collections.abc import Callable
@@ -115,19 +116,40 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
     try:
         with (context or nullcontext)():
             value = function(task, json.loads(text))
-        if task.saw_cancelled:
-            return Ended(failure=Failure("TaskCancelled", "the handler returned because the task was cancelled"))
-        return Ended(result=_result(value))
-    except GiveUp as error:
-        return Ended(failure=describe(error), retryable=False)
+        return _ended_with(task, value)
     except TaskStopped:
         raise
-    except (TaskTimeout, TaskTooLarge, TaskCancelled) as error:
-        return ended_by(error)
-    except _ResultRefused as error:
-        return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
     except BaseException as error:  # noqa: BLE001 - SystemExit, KeyboardInterrupt and others fail this run only
-        return Ended(failure=describe(error))
+        return _failed_by(error)
+
+
+async def perform_async(task: RunningTask, function: Callable[..., Any], text: str, context: Context | None) -> Ended:
+    """Await the handler and return its outcome. Raises nothing, not even `asyncio.CancelledError`."""
+    try:
+        with (context or nullcontext)():
+            value = await function(task, json.loads(text))
+        return _ended_with(task, value)
+    except BaseException as error:  # noqa: BLE001 - every exception, SystemExit too, fails this run only
+        return _failed_by(error)
+
+
+def _ended_with(task: RunningTask, value: object) -> Ended:
+    """Return the outcome of a handler that has returned."""
+    if task.saw_cancelled:
+        return Ended(failure=Failure("TaskCancelled", "the handler returned because the task was cancelled"))
+    return Ended(result=_result(value))
+
+
+def _failed_by(error: BaseException) -> Ended:
+    """Return the outcome of a handler that raised."""
+    match error:
+        case GiveUp():
+            return Ended(failure=describe(error), retryable=False)
+        case TaskTimeout() | TaskTooLarge() | TaskCancelled():
+            return ended_by(error)
+        case _ResultRefused():
+            return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
+    return Ended(failure=describe(error))
 
 
 def ended_by(error: TaskTimeout | TaskTooLarge | TaskCancelled) -> Ended:
@@ -152,6 +174,9 @@ def _result(value: Any) -> str | None:
     """Encode a handler's result as JSON."""
     if value is None:
         return None
+    if inspect.iscoroutine(value):
+        value.close()  # or Python would warn that it was never awaited
+        raise _ResultRefused("the handler returned a coroutine; write it as async def, or await it")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         size = len(text.encode())

@@ -47,6 +47,7 @@ class Settings:
     cancel_grace: float = CANCEL_GRACE
     drain: float = 30.0  # for running tasks to finish when the worker must exit
     rest: float = 1.0  # between two claims of an idle worker
+    concurrency: int = 1000  # most async tasks at once, of all kinds
     hold: float = 1.0  # for a claimed task to start; then it is released, because another worker may be idle
     timeout_limit: float | None = None  # longest timeout of a run, whatever its handler allows
 

@@ -18,7 +18,7 @@ class Source(Protocol):
     """A worker's source of tasks."""
 
     def claim(self, who: Claimant, queues: Sequence[Priority], limit: int) -> list[Claim]:
-        """Claim up to ``limit`` tasks for a worker that holds none."""
+        """Claim up to ``limit`` tasks that the worker does not hold yet."""
         ...
 
     def settle_and_claim(

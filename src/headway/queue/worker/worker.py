@@ -1,8 +1,8 @@
 """A worker claims tasks, runs them, records their outcomes and sends heartbeats.
 
-It is single-threaded while it forks. A second thread runs only while handlers run in this process: it renews leases, records
-outcomes and stops runs that take too long. If the worker dies, the sweeper recovers its tasks, because their owner is dead or
-their lease expires.
+It is single-threaded while it forks. A second thread runs only while handlers run in this process. Beside sync handlers it
+renews leases, records outcomes and stops runs that take too long; async handlers run on it. If the worker dies, the sweeper
+recovers its tasks, because their owner is dead or their lease expires.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,10 +21,11 @@ from headway.core.retry import RetryPolicy
 from headway.errors import HeadwayError, StorageError
 from headway.queue.handlers import Context
 from headway.queue.settings import LiveSettings
-from headway.queue.store import complete
-from headway.queue.task import Claim
+from headway.queue.store import complete, tasks
+from headway.queue.task import Claim, Priority
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.claims import Claims
+from headway.queue.worker.event_loop.runner import AsyncRunner
 from headway.queue.worker.execution import CannotStart, Ended, rss
 from headway.queue.worker.fork import ForkRunner
 from headway.queue.worker.heartbeat import Settings
@@ -85,6 +86,7 @@ class Worker:
         self._presence = Presence(queue, self.name, self.claims.owner, self.outcomes, lambda: self.settings)
         self._inline = InlineRunner(queue, self, context)
         self._fork = ForkRunner(queue, self, context)
+        self._async = AsyncRunner(queue, self, context)
         self._drain: Budget | None = None
         self.outgrown = False  # exiting because handlers left too much memory in use
 
@@ -95,7 +97,7 @@ class Worker:
         failures = 0
         self._presence.send("idle")
         try:
-            while not self.is_stopping and not self._orphaned():
+            while not self.is_stopping and not self.is_orphaned:
                 try:
                     rest = self.tick(ahead=True)
                     if rest and burst and not self.claims and not self.outcomes:
@@ -112,7 +114,7 @@ class Worker:
                     log.warning(f"{what}; retrying", worker=self.name, error=str(error))
                     self._shutdown.stop.wait(_RETRY.delay(failures))
         finally:
-            self._inline.suspend()
+            self._suspend_runners()
             self._leave()
             self._source.now.close()
 
@@ -123,7 +125,7 @@ class Worker:
         """
         self.outcomes.record()
         if not self.claims and not self.is_stopping:
-            self._follow_settings()
+            self.follow_settings()
             claimed_at = time.monotonic()
             claimed = self._source.now.claim(self.claims.claimant(), self.settings.queues, self._batch_size())
             self.claims.hold(claimed, claimed_at)
@@ -138,32 +140,46 @@ class Worker:
         if ahead:
             self._record_and_claim()
         else:
-            self._inline.suspend()
+            self._suspend_runners()
         self.outcomes.record()
         return 0.0
 
     def _run_next(self) -> None:
         """Let the runner of the first held task run it. The other runners have no thread then."""
-        chosen: Runner = self._inline if self._isolation(self.claims.first) == "none" else self._fork
-        for runner in (self._inline, self._fork):
+        chosen = self._runner(self.claims.first)
+        for runner in self._runners:
             if runner is not chosen:
                 runner.suspend()
         chosen.run()
 
-    def _isolation(self, claim: Claim) -> str:
-        return self._queue.handlers[claim.kind].isolation
+    def _runner(self, claim: Claim) -> Runner:
+        match self._queue.handlers[claim.kind].isolation:
+            case "none":
+                return self._inline
+            case "async":
+                return self._async
+            case _:
+                return self._fork
+
+    @property
+    def _runners(self) -> Sequence[Runner]:
+        return self._inline, self._fork, self._async
+
+    def _suspend_runners(self) -> None:
+        for runner in self._runners:
+            runner.suspend()
 
     def _record_and_claim(self) -> None:
         """Record this batch and claim the next one together, if that is cheaper."""
         if self.claims or self.is_stopping or not self.outcomes.all_succeeded:
             return
-        self._follow_settings()
+        self.follow_settings()
         claimed_at = time.monotonic()
         claimed = self.outcomes.record_and_claim(self.claims.claimant(), self.settings.queues, self._batch_size())
         if claimed is not None:
             self.claims.hold(claimed, claimed_at)
 
-    def _follow_settings(self) -> None:
+    def follow_settings(self) -> None:
         """Adopt the current settings for the next claim, and reconnect if the Redis URL changed."""
         if self._live is not None and self._live.refresh():
             now = self._live.in_force
@@ -175,13 +191,23 @@ class Worker:
 
     def _batch_size(self) -> int:
         """Return the batch size: 1 if any handler forks, so that idle workers get the other tasks."""
-        # Handlers of fleet slots do not count: `keep_only` releases the other claims before such a task starts.
-        own = [handler for handler in self._queue.handlers.values() if not handler.kind.startswith("headway.")]
+        # Handlers of fleet slots do not count: `keep_only` releases the other claims before such a task starts. Async ones
+        # do not count either: their runner claims as many as it can run at once.
+        own = [
+            handler
+            for handler in self._queue.handlers.values()
+            if not handler.kind.startswith("headway.") and handler.isolation != "async"
+        ]
         if not own or any(handler.isolation == "fork" for handler in own):
             return 1
         # Held tasks should start soon. At the recent duration per task, this batch takes half the allowed hold time.
         most = int(self.settings.hold / 2 / max(self._inline.average_seconds, 1e-6))
         return max(1, min(self.settings.batch, most))
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that started this worker is gone."""
+        return self._orphaned()
 
     @property
     def is_stopping(self) -> bool:
@@ -254,13 +280,33 @@ class Worker:
 
     def renew(self, running: Claim | None) -> tuple[bool, bool]:
         """Renew all leases; return (whether the running task is lost, whether it is to be cancelled)."""
+        lost, cancelling = self.renew_all(running, running.id if running else None)
+        return bool(running and running.no in lost), bool(running and running.no in cancelling)
+
+    def renew_all(self, running: Claim | None, shown: str | None) -> tuple[set[int], set[int]]:
+        """Renew all leases; return (numbers of lost claims, numbers to cancel). ``shown``: the task in the heartbeat."""
         try:
             lost, cancelling = self.claims.renew(running)
         except HeadwayError as error:
             log.warning("the leases could not be renewed", worker=self.name, error=str(error))
-            return False, False
-        self._presence.send("busy", running.id if running else None)
-        return bool(running and running.no in lost), bool(running and running.no in cancelling)
+            return set(), set()
+        self._presence.send("busy", shown)
+        return lost, cancelling
+
+    def record_progress_of(self, reports: Sequence[tuple[Claim, float, str]]) -> None:
+        """Record the progress of several tasks. If the database is unreachable, only the progress is lost."""
+        try:
+            self._queue.database.run(lambda tx: complete.progress_all(tx, reports), operation="queue.progress")
+        except HeadwayError as error:
+            log.warning("progress could not be recorded", worker=self.name, error=str(error))
+
+    def other_kinds_wait(self, kinds: Sequence[str], queues: Sequence[Priority]) -> bool:
+        """Return whether tasks of these kinds are ready; False if the database is unreachable."""
+        try:
+            with self._queue.database.read() as tx:
+                return tasks.count_waiting(tx, queues, kinds, most=1) > 0
+        except HeadwayError:
+            return False
 
     def release_waiting(self) -> None:
         """Release claims that have waited too long to start."""
