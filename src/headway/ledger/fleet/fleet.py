@@ -25,6 +25,7 @@ from headway.ledger.fleet.store import Fleet, read
 from headway.ledger.fleet.store import read_all as all_fleets
 from headway.ledger.job_lease import Hold
 from headway.ledger.store import items, jobs
+from headway.ledger.store.completion import is_complete
 from headway.ledger.store.recorder import Recorder
 from headway.telemetry import Log
 
@@ -163,7 +164,7 @@ def _has_work(recorder: Recorder, fleet: Fleet) -> bool:
         return True
     if store.has_blocks(tx, no):
         return False
-    if fleet.has_pass and recorder.row.is_recorded:
+    if fleet.has_pass and is_complete(recorder.row):
         return bool(items.last_pass(tx, no, 1, unclaimed=True))
     return not recorder.row.failed and not items.is_any_claimed(tx, no)
 
@@ -178,7 +179,7 @@ def settle(recorder: Recorder, fleet: Fleet) -> bool:
 
 def _is_complete(recorder: Recorder, fleet: Fleet) -> bool:
     """Return whether every item is done or dead, and every dead letter had its last pass."""
-    if not recorder.row.is_recorded:
+    if not is_complete(recorder.row):
         return False
     return not fleet.has_pass or not items.awaits_last_pass(recorder.tx, recorder.no)
 

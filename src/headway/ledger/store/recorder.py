@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from headway._lease import Owner, is_anothers
 from headway._sql import Tx
@@ -16,9 +15,9 @@ from headway.core.failure import Failure, bounded_error, normalise, shortened
 from headway.core.retry import RetryPolicy
 from headway.core.text import duration
 from headway.errors import LedgerRestored, NotFound, StaleClaim
-from headway.events import Event, append
 from headway.ledger.store import items, jobs
 from headway.ledger.store.audit import audit
+from headway.ledger.store.completion import update_completion
 from headway.ledger.store.contract import Prior, item_store
 from headway.ledger.values import SAME_AS_CAUSE, Done, Failed, Later, Outcome, Recorded
 from headway.telemetry import Log
@@ -79,11 +78,6 @@ class JobRow:
         if row is None:
             raise NotFound("The job was deleted while it was in use.")
         return cls(tx, no, *row)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether every item is done or dead, and the item list is complete."""
-        return bool(self.sealed) and self.done + self.dead >= self.total
 
     @property
     def policy(self) -> RetryPolicy:
@@ -425,29 +419,9 @@ class Recorder:
 
     def close(self, *, settle: bool) -> bool:
         """Write the counters back. With ``settle``, finish a complete job. Return whether this call finished it."""
-        row = self.row
-        completed = settle and row.is_recorded and row.finished_at is None
-        if completed:
-            row.finished_at = self.now
-            append(self.tx, self._completion())
-            log.info("job completed", job=self.id, total=row.total, done=row.done, dead=row.dead)
-        elif row.finished_at is not None and row.done + row.dead < row.total:
-            row.finished_at = None  # reopened: its next completion is a new event
-            row.generation += 1
-        row.save()
+        completed = update_completion(self.row, settle=settle)
+        self.row.save()
         return completed
-
-    def _completion(self) -> Event:
-        row = self.row
-        return Event(
-            id=f"{row.origin}-{self.no}-{row.generation}-completed",
-            type="job.completed",
-            at=datetime.fromtimestamp(self.now, UTC),
-            source="headway.ledger",
-            job=self.id,
-            version=row.version + 1,
-            data={"total": row.total, "succeeded": row.done, "failed": row.dead},
-        )
 
 
 def plain_successes(outcomes: Sequence[Outcome]) -> list[Done]:
