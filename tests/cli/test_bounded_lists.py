@@ -42,7 +42,7 @@ def test_a_summary_names_ten_causes_and_says_how_many_more_there_are(many_causes
     assert len(causes) == 50
     lines = summary("ads", RunSnapshot(50, 0, 0, 0, 0, 50, 50), seconds=1.0, retries=0, causes=causes, options="-d x")
     assert sum("LookupError" in line for line in lines) == MOST_CAUSES
-    assert lines[-1] == "  ... and 40 more causes:  headway dead list ads -d x"
+    assert lines[-2] == "  ... and 40 more causes:  headway dead list ads -d x"
 
 
 def test_dead_show_shows_twenty_causes_and_how_to_see_the_others(cli: Cli, many_causes: None):

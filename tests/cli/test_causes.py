@@ -90,7 +90,7 @@ def test_the_question_is_that_of_every_command_that_asks(cli: Cli, three: Path):
         answer = cli(*command)
         assert answer.code == 2
         assert re.fullmatch(
-            r"Error: .*\? Nobody can answer that here\.\n  Say it on the command line: --yes\n", answer.err
+            r"Error: .*\? There is no terminal to confirm it\.\n  Confirm it on the command line: --yes\n", answer.err
         ), answer.err
 
 

@@ -47,7 +47,7 @@ def test_dead_show_gives_each_cause_with_its_items_and_the_command_to_retry(cli:
     assert "in conftest.py:fetch" in text
     assert "40 (sku-40)  2 failures  TimeoutError: GET https://store.internal/docs/sku-40.pdf timed out" in text
     assert "... and 1 more" in text
-    assert "Retry them:  headway dead retry ads --cause 1" in text
+    assert "Retry them:  headway retry ads --cause 1" in text
     assert "Cause 2" not in cli("dead", "show", "ads", "--cause", "1").out
     document = cli("dead", "show", "ads", "--cause", "2", "--json").json
     assert [item["idx"] for item in document["causes"][0]["items"]] == [44, 45]

@@ -119,7 +119,7 @@ def test_a_finished_job_with_dead_letters_offers_to_retry_them(cli: Cli, ads: Pa
         ledger.job("ads").record([Done(idx) for idx in range(46, 60)])
     text = cli("show", "ads", "--database", f"sqlite:///{ads}").out
     assert "Job ads: completed" in text
-    assert f"Retry what is dead:  headway dead retry ads --database sqlite:///{ads}" in text
+    assert f"Retry what is dead:  headway retry ads --database sqlite:///{ads}" in text
 
 
 def test_runs_lists_every_start(cli: Cli, ads: Path):
@@ -191,7 +191,7 @@ def test_item_shows_every_run_with_the_error_and_the_users_own_frames(cli: Cli, 
     assert "library frames; all of it: --traceback" in text
     assert "json/decoder.py" not in text
     assert "json/decoder.py" in cli("item", "ads", "44", "--traceback").out
-    assert "headway dead retry ads --item 44" in text
+    assert "headway retry ads --item 44" in text
     document = cli("item", "ads", "44", "--json").json
     assert document["schema"] == "headway.item/1"
     assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "failed"]

@@ -425,18 +425,19 @@ END = replace(NOW, done=78_736, running=0, retrying=0)
 def test_the_summary_counts_and_reports_the_dead_apart_by_cause_with_the_commands_to_type():
     assert summary("7f3a", END, seconds=2892, retries=1204, causes=CAUSES) == [
         "Run 7f3a finished in 48 min 12 s: 119,936 done (41,200 kept), 64 dead, 1,204 retries, 27.2/s",
-        "  41  #1  UpstreamTimeout  GET https://store.internal/docs/{id}.pdf timed out    headway dead show 7f3a --cause 1",
-        "  20  #2  DocumentCorrupt  {id}.pdf: xref table not found at offset {n}          headway dead retry 7f3a --cause 1",
-        "   3  #3  KeyError         'page_count'",
+        "  41  #1  UpstreamTimeout  GET https://store.internal/docs/{id}.pdf timed out    headway retry 7f3a --cause 1",
+        "  20  #2  DocumentCorrupt  {id}.pdf: xref table not found at offset {n}          headway retry 7f3a --cause 2",
+        "   3  #3  KeyError         'page_count'                                          headway retry 7f3a --cause 3",
+        "Details:  headway dead show 7f3a",
     ]
 
 
-def test_a_single_cause_still_gets_both_commands():
+def test_the_commands_of_a_summary_carry_its_options():
     lines = summary(
         "7f3a", END, seconds=10, retries=1, causes=CAUSES[1:2], options="--database sqlite:///x.db", columns=160
     )
-    assert lines[1].endswith("    headway dead show 7f3a --cause 1 --database sqlite:///x.db")
-    assert lines[2].strip() == "headway dead retry 7f3a --cause 1 --database sqlite:///x.db"
+    assert lines[1].endswith("    headway retry 7f3a --cause 1 --database sqlite:///x.db")
+    assert lines[2] == "Details:  headway dead show 7f3a --database sqlite:///x.db"
     assert ", 1 retry," in lines[0]
 
 
@@ -457,7 +458,7 @@ def test_a_run_that_had_nothing_to_do_claims_no_pace():
 @pytest.mark.parametrize("columns", [40, 80])
 def test_on_a_narrow_terminal_the_commands_stand_below_the_causes_and_only_they_may_be_longer_than_it(columns: int):
     lines = summary("7f3a", END, seconds=2892, retries=1204, causes=CAUSES, columns=columns)
-    assert lines[-2:] == ["  headway dead show 7f3a --cause 1", "  headway dead retry 7f3a --cause 1"]
+    assert lines[-2:] == ["  headway retry 7f3a --cause 1", "Details:  headway dead show 7f3a"]
     assert [line.split()[:2] for line in lines[-5:-2]] == [["41", "#1"], ["20", "#2"], ["3", "#3"]]
     assert all(len(line) <= max(columns, 46) for line in lines), lines
     command = "headway run jobs:extract_text --items items.jsonl --job extract-text-november"

@@ -140,7 +140,7 @@ class Batch:
         assert "could not convert string to float" in shown.stdout, shown
         self.run("""sed -i 's/float(price)/float(price.replace(",", "."))/' prices.py""")
         for (cause,) in rows(self.database, "SELECT DISTINCT cause FROM dead_letters"):
-            self.run('headway dead retry prices --cause "$CAUSE" --yes --reason "decimal comma"', CAUSE=str(cause))
+            self.run('headway retry prices --cause "$CAUSE" --yes --reason "decimal comma"', CAUSE=str(cause))
 
     def run(self, command: str, **environment: str) -> None:
         """Run a documented command that succeeds."""

@@ -141,7 +141,9 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody can answer that here.", hint="Say it on the command line: --yes")
+        raise UsageError(
+            f"{question} There is no terminal to confirm it.", hint="Confirm it on the command line: --yes"
+        )
     click.confirm(question, abort=True, err=True)
 
 

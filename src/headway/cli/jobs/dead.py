@@ -120,7 +120,7 @@ def _put_cause(job: str, cause: Cause, database: str | None) -> None:
         command = f"headway item {job} {letters[0].idx} --traceback"
         put(f"  Traceback:  {with_database(command, database)}")
     if cause.dead:
-        put(f"  Retry them:  {with_database(f'headway dead retry {job} --cause {cause.no}', database)}")
+        put(f"  Retry them:  {with_database(f'headway retry {job} --cause {cause.no}', database)}")
 
 
 @dead.command()

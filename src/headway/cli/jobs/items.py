@@ -114,7 +114,7 @@ def item(job: str, item: str, database: str | None, *, payload: bool, traceback:
     if found.next_attempt_at is not None:
         put(f"  tried again from {clock(found.next_attempt_at)}")
     if found.status == "dead":
-        put(f"  Retry it:  {with_database(f'headway dead retry {job} --item {found.idx}', database)}")
+        put(f"  Retry it:  {with_database(f'headway retry {job} --item {found.idx}', database)}")
 
 
 def _compact(value: object) -> str:

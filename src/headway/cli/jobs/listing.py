@@ -265,7 +265,7 @@ def _advice(job: views.Job, database: str | None) -> str:
     if job.pending or job.retrying:
         return f"Continue:  {job.command}" if job.command else ""
     if job.dead:
-        return f"Retry what is dead:  {with_database(f'headway dead retry {job.id}', database)}"
+        return f"Retry what is dead:  {with_database(f'headway retry {job.id}', database)}"
     return ""
 
 

@@ -230,7 +230,8 @@ def show(id: str, database: str | None, *, as_json: bool) -> None:
     put(
         f"  submitted {clock(one.created_at)}, started {clock(one.started_at) or '-'}, ended {clock(one.ended_at) or '-'}"
     )
-    put(f"  RQ {f'was given its id {clock(sheet.hinted_at)}' if sheet.hinted_at else 'does not know it'}")
+    if sheet.hinted_at:
+        put(f"  RQ was given its id {clock(sheet.hinted_at)}")
     if sheet.unserved and sheet.workers_online == 0:
         put("  waits: no worker is online")
     elif sheet.unserved:

@@ -160,7 +160,9 @@ def create(name: str, database: str | None, *, role: str, days: float | None) ->
     with connect(Config(cli={"database": database}).text("database")) as store:
         text, made = tokens.create(store, name, role, days=days, by=current_user())
     put(text)
-    say(f"It is {name}'s, as {role}{'' if made.expires_at is None else f', until {clock(made.expires_at)}'}.")
+    say(
+        f"Token of {name}, role {role}, valid {'until ' + clock(made.expires_at) if made.expires_at else 'until revoked'}."
+    )
     say(typed(f"Send it as Authorization: Bearer ..., or log in with it. Revoke it: headway token revoke {made.id}"))
 
 

@@ -52,16 +52,14 @@ def summary(
     deadly = sorted((cause for cause in causes if cause.dead), key=lambda cause: -cause.dead)
     if deadly:
         shown = deadly[:MOST_CAUSES]
-        lines += _with_commands(shown, _commands(job, deadly[0].no, options), columns)
+        lines += _with_commands(
+            shown, [f"headway retry {job} --cause {cause.no} {options}".rstrip() for cause in shown], columns
+        )
         if len(deadly) > len(shown):
             more = plural(len(deadly) - len(shown), "more cause")
             lines.append(f"  ... and {more}:  headway dead list {job} {options}".rstrip())
+        lines.append(f"Details:  headway dead show {job} {options}".rstrip())
     return [part for line in lines for part in _wrapped(line, columns)]
-
-
-def _commands(job: str, cause: int, options: str) -> list[str]:
-    tail = f"{job} --cause {cause}{' ' + options if options else ''}"
-    return [f"headway dead show {tail}", f"headway dead retry {tail}"]
 
 
 def cause_lines(causes: Sequence[CauseLike], *, columns: int = 120) -> list[str]:
@@ -81,15 +79,14 @@ def cause_lines(causes: Sequence[CauseLike], *, columns: int = 120) -> list[str]
     ]
 
 
-def _with_commands(causes: Sequence[CauseLike], commands: list[str], columns: int) -> list[str]:
-    """Put commands to the right of the causes if they fit, else below."""
-    lines = cause_lines(causes, columns=max(60, columns - max(len(command) for command in commands) - 4))
-    width = max(len(line) for line in lines[: len(commands)])
-    if width + 4 + max(len(command) for command in commands) > columns:
-        return [*cause_lines(causes, columns=columns), *(f"  {command}" for command in commands)]
-    lines += [""] * (len(commands) - len(lines))
-    beside = [f"{line:<{width}}    {command}" for line, command in zip(lines, commands, strict=False)]
-    return beside + lines[len(commands) :]
+def _with_commands(causes: Sequence[CauseLike], commands: Sequence[str], columns: int) -> list[str]:
+    """Put each cause's command to its right. Put only the first command below if they do not fit."""
+    longest = max(len(command) for command in commands)
+    lines = cause_lines(causes, columns=max(60, columns - longest - 4))
+    width = max(len(line) for line in lines)
+    if width + 4 + longest > columns:
+        return [*cause_lines(causes, columns=columns), f"  {commands[0]}"]
+    return [f"{line:<{width}}    {command}" for line, command in zip(lines, commands, strict=True)]
 
 
 def _wrapped(line: str, columns: int) -> list[str]:
