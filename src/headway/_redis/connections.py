@@ -140,11 +140,9 @@ def _handshake(connection: Any) -> None:
 
 
 @lru_cache(maxsize=1)
-def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
-    """Create the pool class and one connection class per scheme, on first use: redis-py is optional."""
-    from redis import ConnectionPool
+def _connection_classes() -> dict[str, type[Any]]:
+    """Create a connection class per scheme, on first use: redis-py is optional."""
     from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
-    from redis.exceptions import ConnectionError as RedisConnectionError
 
     class Tcp(Accountable, Connection):
         pass
@@ -154,6 +152,15 @@ def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
 
     class Unix(Accountable, UnixDomainSocketConnection):
         pass
+
+    return {"redis": Tcp, "rediss": Tls, "unix": Unix}
+
+
+@lru_cache(maxsize=1)
+def _pool_class() -> type[Any]:
+    """Create the pool class on first use."""
+    from redis import ConnectionPool
+    from redis.exceptions import ConnectionError as RedisConnectionError
 
     class Pool(ConnectionPool):
         """Lends usable connections and holds them weakly.
@@ -193,13 +200,12 @@ def _classes() -> tuple[type[Any], dict[str, type[Any]]]:
                     self._in_use_connections.discard(connection)
                     self._available_connections.append(connection)
 
-    return Pool, {"redis": Tcp, "rediss": Tls, "unix": Unix}
+    return Pool
 
 
 def make_pool(scheme: str, **options: Any) -> Any:
     """Return a pool of connections for the scheme of an address."""
-    pool, kinds = _classes()
-    return pool(connection_class=kinds[scheme], redis_connect_func=_handshake, **options)
+    return _pool_class()(connection_class=_connection_classes()[scheme], redis_connect_func=_handshake, **options)
 
 
 def borrow(client: Any) -> Any:

@@ -3,7 +3,7 @@
 `connect` opens a `Database` by its address.
 
     database.py     Database: transactions, retries, metrics
-    engine.py       Engine: the contract of sqlite.py and postgresql.py
+    driver.py       Driver: the contract of sqlite.py and postgresql.py
     pool.py         Pool: the connections of one database
     tx.py           Tx: an open transaction
     schema.py       the numbered migrations

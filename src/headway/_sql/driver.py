@@ -54,6 +54,10 @@ class Driver(Pool):
         """Raise `StoreCorrupt` if the engine finds damage."""
 
     @abstractmethod
+    def schema_version(self) -> int:
+        """Return the number of the last migration that was applied."""
+
+    @abstractmethod
     def size(self) -> int:
         """Return the bytes on disk, including the log of pending writes."""
 

@@ -165,6 +165,10 @@ class PostgreSQL(Database):
     def exists(self) -> bool:
         return self.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None
 
+    def schema_version(self) -> int:
+        row = self.one("SELECT value FROM meta WHERE name = 'schema'")
+        return int(row[0]) if row else 0
+
     def size(self) -> int:
         row = self.one(
             "SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "

@@ -106,6 +106,10 @@ class SQLite(Database):
         if self._file is not None:
             self._file.release()
 
+    def schema_version(self) -> int:
+        row = self.one("PRAGMA user_version")
+        return int(row[0]) if row else 0
+
     def size(self) -> int:
         if self.path is None:
             row = self.one("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")

@@ -42,10 +42,10 @@ def _discard_sqlalchemy() -> None:
             _inherited.append(proxy.dbapi_connection)
             proxy.detach()  # so that `invalidate` has no connection to close
             connection.invalidate()
-    for engine in found:
-        if isinstance(engine, base.Engine) and not _is_in_memory(engine):
-            _inherited.append(engine.pool)
-            engine.dispose(close=False)
+    for each in found:
+        if isinstance(each, base.Engine) and not _is_in_memory(each):
+            _inherited.append(each.pool)
+            each.dispose(close=False)
     for session in found:
         # The connection is already invalid, so this sends nothing. Without a rollback the next statement would fail.
         if orm is not None and isinstance(session, orm.Session) and session.in_transaction():

@@ -43,7 +43,7 @@ class Backend:
         self.url: str | None = None  # None if the queue was given an open database
         self.redis_url: str | None = None
         self.rq = DEFAULT_RQ
-        self.per_user: int | None = 1  # most active tasks per user; None for no limit
+        self.per_user: int | None = 1  # maximum active tasks per user; None for no limit
         self._hints: RqHints | None = None
         self._user_keys: UserKeys | None = None
         self._codec: Codec = PlainCodec()

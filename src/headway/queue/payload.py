@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from headway.errors import InvalidInput, MissingExtra, StorageError
 
-#: Most bytes of a payload as JSON.
+#: Maximum bytes of a payload as JSON.
 PAYLOAD_LIMIT = 262_144
 
 

@@ -41,7 +41,7 @@ HINT_SECONDS = 10.0
 #: Least number of seconds for which minute counters and rate allowances are kept.
 COUNTS_RETENTION = 86_400.0
 _BATCH = 500
-#: Most batches deleted in one round, so that a worker that dies meanwhile is still found in time.
+#: Maximum batches deleted in one round, so that a worker that dies meanwhile is still found in time.
 _PAGES = 20
 _AWAY = RetryPolicy(retries=0, base=1.0, cap=30.0, jitter=0.2)
 
@@ -224,7 +224,7 @@ class Sweeper:
     def purge(self, *, pages: int | None = None) -> int:
         """Delete expired tasks in batches, and their events once every sink has them; return the number of tasks.
 
-        ``pages``: most batches of each to delete; None for all.
+        ``pages``: maximum batches of each to delete; None for all.
         """
         gone = 0
         for _ in count() if pages is None else range(pages):

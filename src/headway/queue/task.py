@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from headway.core.ids import UserId, user_text
 from headway.errors import InvalidInput, Refused
 
-#: Most characters of a name or a reason.
+#: Maximum characters of a name or a reason.
 TEXT_LIMIT = 1000
 
 

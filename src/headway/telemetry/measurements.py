@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,15 +77,6 @@ class Metrics:
                 histogram = self._histograms[key] = Histogram()
             histogram.observe(value)
         self._tell(name, "histogram", value, labels)
-
-    @contextmanager
-    def timed(self, name: str, *, clock: Callable[[], float] = time.perf_counter, **labels: str) -> Iterator[None]:
-        """Observe the seconds that the block takes."""
-        began = clock()
-        try:
-            yield
-        finally:
-            self.observe(name, clock() - began, **labels)
 
     def add_sink(self, sink: MetricsSink) -> None:
         """Send every later measurement to ``sink`` too."""

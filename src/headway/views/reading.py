@@ -68,7 +68,7 @@ class Reader:
                 self._failure = (time.monotonic(), error)
                 raise
             if self._retry is not None and sqlite_path(self.config.text("database")) is None:
-                self._database.retry = self._retry  # a SQLite file is only ever busy, which is worth the wait
+                self._database.retry = self._retry  # SQLite is at most busy, so waiting helps
             return self._database
 
     @property

@@ -33,7 +33,7 @@ log = Log("queue")
 
 #: Seconds a submission waits for Redis; after that the sweeper sends the hint.
 SUBMIT_TIMEOUT = 0.25
-#: Most hints in one queue of RQ; further tasks wait in SQL alone.
+#: Maximum hints in one queue of RQ; further tasks wait in SQL alone.
 WINDOW = 10_000
 #: Hints enqueued by one script, which blocks Redis meanwhile.
 _BATCH = 1000

@@ -50,7 +50,7 @@ Hint = tuple[str, Priority]  # a task id and the queue it was popped from
 _POLL_SECONDS = 1.0
 #: Seconds without a pop after one that gave only foreign jobs, so that workers do not pop and return them in a busy loop.
 _FOREIGN_REST = 1.0
-#: Most foreign ids to remember as logged.
+#: Maximum foreign ids to remember as logged.
 _REMEMBERED = 1000
 
 

@@ -28,7 +28,7 @@ log = Log("queue")
 
 #: Seconds until a key expires. A task that takes longer is found by the transaction.
 EXPIRE_SECONDS = 3600
-#: Most refused users to remember.
+#: Maximum refused users to remember.
 MAX_REMEMBERED = 10_000
 
 

@@ -18,7 +18,7 @@ from headway.queue.task import Claim, Priority
 
 #: Lease duration in seconds. Workers renew it every third of that, so a dead worker's task runs again within 20 s.
 LEASE = 12.0
-#: Most delayed tasks that one statement makes ready. It bounds the statement's duration even with a bad query plan.
+#: Maximum delayed tasks that one statement makes ready. It bounds the statement's duration even with a bad query plan.
 PROMOTED = 500
 #: Longest retry delay in seconds.
 RETRY_CAP = 300.0

@@ -17,9 +17,9 @@ from headway.queue.handlers import Context
 from headway.queue.payload import PAYLOAD_LIMIT, holds_zero
 from headway.queue.task import Claim
 
-#: Most bytes of a handler's result, as JSON.
+#: Maximum bytes of a handler's result, as JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
-#: Most characters of a progress message.
+#: Maximum characters of a progress message.
 _MESSAGE_LIMIT = 500
 
 Report = Callable[[float, str], None]

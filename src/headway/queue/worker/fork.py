@@ -45,7 +45,7 @@ from headway.queue.worker.process_state import Interrupts
 if TYPE_CHECKING:
     from headway.queue.worker.worker import Worker
 
-#: Most bytes of one message in the pipe: a result whose every character is an escape, and its frame.
+#: Maximum bytes of one message in the pipe: a result whose every character is an escape, and its frame.
 _FRAME_LIMIT = 8 * RESULT_LIMIT
 #: Reads of up to 64 KB from the pipe before the lease and the timeout are checked again.
 _READS = 32

@@ -28,7 +28,7 @@ from headway.telemetry import Log
 
 log = Log("queue")
 
-#: Most bytes of memory for the process of a task.
+#: Maximum bytes of memory for the process of a task.
 MEMORY_LIMIT = 500 * 2**20
 #: Seconds for a handler to stop by itself before it is killed.
 CANCEL_GRACE = 5.0

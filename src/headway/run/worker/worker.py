@@ -447,7 +447,7 @@ class ParentLink:
         self._end_cut_off()
 
     def _end_cut_off(self) -> NoReturn:
-        """Exit without a connection to the parent. The page tells it so, and which items were begun."""
+        """Exit without a connection to the parent. The shared page tells it why, and which items were begun."""
         self._slots.mark_cut_off()
         os._exit(CUT_OFF)
 

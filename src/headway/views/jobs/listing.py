@@ -1,7 +1,5 @@
-"""The list of jobs.
-
-`job.py` has what is known of one job alone. A list must appear at once, so this module imports no more than it shows.
-"""
+"""The list of jobs. Commands that list jobs start quickly, so this module imports little; `job.py` has the details of a
+job."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def examine(address: str | None, *, version: str) -> Iterator[Finding]:
         store = ledger.database
         yield Finding("store", "ok", f"{store.name}, {store.size() / 1e6:,.1f} MB")
         yield _checked("writable", "a transaction can be written", lambda: _try_to_write(store))
-        yield Finding("schema", "ok", f"version {_schema(store)}")
+        yield Finding("schema", "ok", f"version {store.schema_version()}")
         yield _checked("integrity", "no damage found", store.verify)
         if path is not None:
             yield from _space(path)
@@ -170,12 +170,6 @@ def _try_to_write(store: Database) -> None:
 
     with suppress(_Undo):
         store.run(work, operation="doctor")
-
-
-def _schema(store: Database) -> int:
-    sql = "PRAGMA user_version" if store.engine == "sqlite" else "SELECT value FROM meta WHERE name = 'schema'"
-    row = store.one(sql)
-    return int(row[0]) if row else 0
 
 
 def _space(path: Path) -> Iterator[Finding]:
