@@ -19,6 +19,8 @@ BYTES = 8 * 2**20
 BATCH_BYTES = 2**20
 #: Interval for finding dead letters that were retried during the run, seconds.
 FETCH_SECONDS = 5.0
+#: Minimum seconds between two searches for due retries while many items are ready.
+RETRY_SECONDS = 0.5
 
 
 class Backlog:
@@ -39,17 +41,20 @@ class Backlog:
         #: Whether the run stops: items that come back are not run again.
         self._is_closed = False
         self._fetch_at = 0.0
+        self._next_search = 0.0
         self._untouched_left = True
         self._cursor = -1
         self._page = MOST // 20  # until the size of items is known
 
     def refill(self, now: float) -> None:
-        """Read items from the ledger if few are ready."""
-        if len(self.ready) > self._page // 2:
-            return
+        """Read items from the ledger: retries that are due, and untried items if few are ready."""
+        are_many = len(self.ready) > self._page // 2
         if now >= self._fetch_at or (self.next_due is not None and now >= self.next_due):
-            self._fetch_due(now)
-        if self._untouched_left:
+            if not are_many:
+                self._fetch_due(now, self._page + len(self.held))
+            elif now >= self._next_search and len(self.ready) <= 2 * self._page:  # bounds the memory
+                self._fetch_due(now, self._page // 4 + len(self.held) - len(self.ready))
+        if self._untouched_left and not are_many:
             page = self._job.untouched(self._cursor, self._page, on_damaged=self._on_damaged)
             self._untouched_left = len(page) == self._page
             if page:
@@ -72,7 +77,7 @@ class Backlog:
         if not before:
             return False
         self._cursor, self._untouched_left = -1, True
-        self._fetch_due(now)
+        self._fetch_due(now, self._page + len(self.held))
         self.refill(now)
         if self.empty and self._job.info().remaining >= before:
             raise HeadwayError(
@@ -130,19 +135,24 @@ class Backlog:
         """Whether no item is here or out, untried or due for a retry."""
         return not self.held and not self._untouched_left and self.next_due is None
 
-    def _fetch_due(self, now: float) -> None:
-        """Fetch items whose retry is due, and note when the next one is."""
-        self._fetch_at = now + FETCH_SECONDS
-        most = self._page + len(self.held)
+    def _fetch_due(self, now: float, most: int) -> None:
+        """Put items whose retry is due in front, and note when the next one is.
+
+        They go in front because the ready items may last for hours, and the wait of a retry is over.
+        """
+        self._fetch_at, self._next_search = now + FETCH_SECONDS, now + RETRY_SECONDS
         rows = self._job.due(most, within=10**8, on_damaged=self._on_damaged)
         self.next_due = now if len(rows) == most else None
+        found = []
         for item, left in rows:
             if item.idx in self.held:
                 continue
             if left > 0:
                 self.next_due = now + left
-                return
-            self._add([item])
+                break
+            found.append(item)
+        self.ready.extendleft(reversed(found))
+        self.held.update(item.idx for item in found)
 
     def _add(self, items: Sequence[Item]) -> None:
         self.ready.extend(items)
