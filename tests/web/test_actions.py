@@ -179,6 +179,23 @@ def test_a_worker_of_which_nothing_was_heard_is_lost_also_while_nobody_is_there_
     assert last(reader)[2]["state"] == "lost"
 
 
+def test_the_list_of_workers_has_the_tasks_of_this_moment_and_not_of_the_last_heartbeat(reader: Reader):
+    database = reader.database
+    [worker] = reader.workers().workers
+    sign = "UPDATE task_workers SET state = 'idle', task = ?, owner = '{}', ended_at = NULL, seen_at = ?"
+    database.write(sign, (None, time.time()))
+    database.write("UPDATE tasks SET status = 'RUNNING', worker = ? WHERE id = 't-anna'", (worker.name,))
+    [shown] = reader.workers().workers
+    assert (shown.state, shown.task) == ("busy", "t-anna")
+    database.write(sign, (None, time.time() - 60))
+    [shown] = reader.workers().workers
+    assert (shown.state, shown.task) == ("lost", "t-anna")
+    database.write(sign, ("t-anna", time.time() - 60))
+    database.write("UPDATE tasks SET status = 'QUEUED', worker = NULL WHERE id = 't-anna'")
+    [shown] = reader.workers().workers
+    assert (shown.state, shown.task) == ("lost", None), "the task was reassigned"
+
+
 def test_a_worker_that_was_taken_off_the_list_and_lives_is_back_with_its_next_sign_of_life(
     reader: Reader, database: str
 ):

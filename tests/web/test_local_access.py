@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect as connect_live
 
 from headway import local_servers
 from headway._sql import connect
@@ -279,3 +280,32 @@ def test_a_server_without_tokens_behind_nginx_is_closed_too(serve: Servers, ngin
     assert stranger.ask("/api/v1/jobs").status == 401
     assert stranger.ask("/").headers["Location"].endswith("/login?next=/")
     assert stranger.post("/api/v1/queues/low/pause").status == 401
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["nginx removes the path", "nginx keeps the path"])
+def test_a_server_below_a_path_of_a_proxy_links_to_that_path(
+    serve: Servers, nginx_factory: StartNginx, database: str, tmp_path: Path, kept: bool
+):
+    web = serve("--root-path", "/progress", "--database", database)
+    upstream = web.address if kept else f"{web.address}/"
+    proxy = Web(nginx_factory(upstream, location="/progress/", directives=FORWARDING).address, web.process)
+    assert proxy.ask("/progress/").headers["Location"] == "/progress/login?next=/"
+    cookies = web.ask(path_of(printed_link(tmp_path / "serve.log"))).cookies
+    page = proxy.ask("/progress/", cookies=cookies)
+    assert page.status == 200
+    assert 'href="/progress/jobs"' in page.text
+    style = re.search(r'href="(/progress/static/[^"]+)"', page.text)
+    assert style is not None
+    assert proxy.ask(style[1]).status == 200
+    with connect_live(
+        f"ws://{proxy.host}/progress/api/v1/live",
+        additional_headers={"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())},
+    ) as socket:
+        assert "ads" in news(socket)["full"]["jobs"]
+    assert web.ask("/progress/", cookies=cookies).status == 200
+
+
+def test_a_root_path_that_is_none_is_refused(headway_cli: Run):
+    answer = headway_cli("serve", "--root-path", "progress/", "--port", "0")
+    assert answer.returncode == 2
+    assert "--root-path /headway" in answer.stderr

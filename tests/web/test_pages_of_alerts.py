@@ -167,6 +167,19 @@ def test_an_alert_storm_is_acknowledged_at_once_and_an_alert_that_came_later_is_
             actions.FORMS["acknowledge"](reader, VIEWER, {"alerts": shown}, [])
 
 
+def test_the_overview_has_the_alerts_about_new_errors_that_no_dead_letter_shows(stage: Stage):
+    """Each run was retried and succeeded, so nothing failed permanently, and the alert is open all the same."""
+    stage.site.reader.database.write(
+        "INSERT INTO alerts (rule, subject, severity, text, value, peak, threshold, opened_at) VALUES "
+        "('new_cause', 'c1', 'warning', 'New in task bake: OSError: cold at bakery.py:bake', 1, 1, 1, 60)"
+    )
+    with TestClient(stage.app()) as client:
+        assert "New in task bake: OSError: cold at bakery.py:bake" in client.get("/alerts").text
+        page = client.get("/").text
+        assert "New in task bake: OSError: cold at bakery.py:bake" in page
+        assert "1 issue needs attention" in page or "No worker" in page
+
+
 @pytest.mark.parametrize(
     ("rule", "subject", "path"),
     [

@@ -98,10 +98,12 @@ def serve(
     *,
     ready: Callable[[], object] = lambda: None,
     until: int | None = None,
+    root: str = "",
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, or until end of file on the descriptor ``until``.
 
     ``ready`` is called when the server accepts requests. Open pages receive the final state before the shutdown.
+    ``root`` is the path under which a proxy shows the application.
     """
     try:
         import httptools  # noqa: F401 - uvicorn's parser whose limits `_protocol` relies on
@@ -110,7 +112,7 @@ def serve(
     except ImportError as error:
         raise MissingExtra("web", "Serving the web application") from error
     config = uvicorn.Config(
-        app,
+        _under(root, app) if root else app,
         http=_protocol(),
         ws=_live(),
         ws_per_message_deflate=False,  # saves 1 KB per second and costs 100 KB of memory per connection
@@ -124,6 +126,22 @@ def serve(
     )
     _raise_descriptor_limit()
     _server(config, app, ready, until).run(sockets=[listener])
+
+
+def _under(root: str, app: Application) -> Any:
+    """Return the application as it is served below the path ``root``.
+
+    A proxy may remove that path from requests or keep it. Links of this machine do not have it.
+    """
+
+    async def mounted(scope: Any, receive: Any, send: Any) -> None:
+        if "path" in scope:
+            path = scope["path"]
+            has_root = path == root or path.startswith(f"{root}/")
+            scope = {**scope, "root_path": root, "path": path if has_root else root + path}
+        await app(scope, receive, send)
+
+    return mounted
 
 
 def _server(config: Any, app: Application, ready: Callable[[], object], until: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import click
@@ -23,6 +24,7 @@ ROLES = ("viewer", "operator", "admin", "user")
 @click.option(
     "--name", "names", multiple=True, metavar="HOST", help="Host name under which it is opened, besides localhost."
 )
+@click.option("--root-path", default="", metavar="PATH", help="Path under which a proxy shows it, such as /headway.")
 @click.option("--open", "show", is_flag=True, help="Open it in a browser, logged in.")
 @click.option("--no-auth", is_flag=True, help="Let everybody in as admin. Only on a loopback address.")
 @click.option(
@@ -30,8 +32,9 @@ ROLES = ("viewer", "operator", "admin", "user")
 )
 @database_option
 def serve(
-    *, host: str, port: int, names: tuple[str, ...], show: bool, no_auth: bool, redis: str | None, database: str | None
-) -> int:
+    *, host: str, port: int, names: tuple[str, ...], root_path: str, show: bool, no_auth: bool, redis: str | None,
+    database: str | None,
+) -> int:  # fmt: skip
     """Serve the dashboard and the API until stopped.
 
     Everybody needs to log in. At the start it prints a link that opens one session in a browser. Commands of the same
@@ -44,6 +47,10 @@ def serve(
     from headway.web.server import check_access, listen
     from headway.web.server import serve as run
 
+    if not re.fullmatch(r"(/[\w.~-]+)*", root_path, re.ASCII):
+        raise UsageError(
+            f"{root_path[:100]!r} is not a path.", hint="Begin with / and end without it: --root-path /headway"
+        )
     application = app(database=database, redis=redis, hosts=names)
     config = application.site.settings
     telemetry.configure(level=config.text("log_level").upper(), as_json=config["log_format"] == "json")
@@ -70,7 +77,7 @@ def serve(
 
                     webbrowser.open(address if no_auth else server.link())
 
-            run(application, listener, ready=ready)
+            run(application, listener, ready=ready, root=root_path)
     return 0
 
 

@@ -178,7 +178,12 @@ def oldest_ready(tx: Tx, queue: Priority, limit: int) -> list[str]:
 
 
 def listed_workers(tx: Tx) -> list[Row]:
-    """Return every listed worker, online ones first. A worker with an overdue heartbeat counts as lost."""
+    """Return every listed worker, online ones first, with its task of this moment.
+
+    A heartbeat is up to some seconds old, so tasks decide: a worker that holds one is busy, and a lost worker whose task
+    was reassigned has none. A worker without a heartbeat is lost, even if no sweeper has marked it.
+    """
+    running = dict(tx.all("SELECT worker, min(id) FROM tasks WHERE status = 'RUNNING' AND worker IS NOT NULL GROUP BY worker"))
     rows = tx.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
         f"started_at, seen_at, owner, ended_at, {tx.clock} FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
@@ -188,5 +193,10 @@ def listed_workers(tx: Tx) -> list[Row]:
         seen_at = facts[-1]
         if ended_at is None and is_gone(owner, seen_at, now):
             facts[3] = "lost"
+        if facts[0] in running:
+            facts[3] = "busy" if facts[3] == "idle" else facts[3]
+            facts[5] = running[facts[0]]
+        elif facts[3] == "lost":
+            facts[5] = None
         found.append(tuple(facts))
     return found

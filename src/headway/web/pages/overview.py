@@ -157,6 +157,7 @@ def needs(now: Now) -> list[Need]:
     """Return the issues that need attention, most severe first."""
     seen = [*_lost(now), *_new_causes(now), *_stalled(now), *_queues(now)]
     covered = {key for need in seen for key in need.rules}
+    covered |= {(alert.rule, alert.subject) for need in seen for alert in need.alerts}
     lost = sum(need.look == "s-lost bad" for need in seen)
     found = [*seen[:lost], *_alerts(now, covered), *seen[lost:]]
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
@@ -229,14 +230,14 @@ def cure(alert: AlertView) -> tuple[str, str]:
 
 
 def _alerts(now: Now, covered: set[tuple[str, str]]) -> list[Need]:
-    """Return the open alerts that no other issue covers. New causes are always covered."""
+    """Return the open alerts that no other issue covers: of new causes those of which nothing failed permanently."""
     return [
         Need(
             alert.label, "s-dead bad" if alert.severity == "critical" else "s-warn warn",
             alert.text.removesuffix("."), _since(alert.opened_at, now), *cure(alert), alerts=(alert,),
         )
         for alert in now.alerts
-        if alert.rule != "new_cause" and (alert.rule, alert.subject) not in covered and not alert.muted
+        if (alert.rule, alert.subject) not in covered and not alert.muted
     ]  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def _lost(now: Now) -> list[Need]:
             found.append(Need("Run lost", "s-lost bad", text, since, _job(job), "Continue it", about))
     for worker in now.workers:
         if worker.state == "lost" and now.at - worker.seen_at < REMEMBERED:
-            held = f" while running {worker.task}, which will be reassigned" if worker.task else "; it was idle"
+            held = f" while running {worker.task}, which will be reassigned" if worker.task else ""
             text = f"{worker.name} on {worker.host} stopped responding{held}"
             since, path = (
                 _since(worker.seen_at, now),
