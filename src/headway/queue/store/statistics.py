@@ -183,7 +183,9 @@ def listed_workers(tx: Tx) -> list[Row]:
     A heartbeat is up to some seconds old, so tasks decide: a worker that holds one is busy, and a lost worker whose task
     was reassigned has none. A worker without a heartbeat is lost, even if no sweeper has marked it.
     """
-    running = dict(tx.all("SELECT worker, min(id) FROM tasks WHERE status = 'RUNNING' AND worker IS NOT NULL GROUP BY worker"))
+    running: dict[str, str] = dict(
+        tx.all("SELECT worker, min(id) FROM tasks WHERE status = 'RUNNING' AND worker IS NOT NULL GROUP BY worker")
+    )
     rows = tx.all(
         "SELECT name, host, pid, state, queues, task, completed, failed, rss, version, wanted, wanted_by, wanted_at, "
         f"started_at, seen_at, owner, ended_at, {tx.clock} FROM task_workers ORDER BY ended_at IS NOT NULL, started_at, name"
