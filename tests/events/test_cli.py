@@ -51,7 +51,7 @@ def told(receiver: Any) -> list[str]:
     return [Event.from_json(body).id for _, _, body in receiver.requests]
 
 
-def test_once_delivers_what_waits_and_ends(cli: Any, database: str, receiver: Any):
+def test_once_delivers_the_waiting_events_and_exits(cli: Any, database: str, receiver: Any):
     for _ in range(2):
         assert cli("--once", "--database", database, sinks=receiver.url)[0] == 0
     assert told(receiver) == ["e-1"]
@@ -64,7 +64,7 @@ def test_once_ends_with_6_when_a_sink_did_not_take_everything(cli: Any, database
     assert "still wait" in said
 
 
-def test_it_serves_every_outbox_until_it_is_told_to_stop(
+def test_it_serves_every_outbox_until_it_is_stopped(
     spawn_cli: Spawn, database: str, redis_server: RedisServer, receiver: Any
 ):
     environment = {
@@ -89,7 +89,7 @@ def test_it_serves_every_outbox_until_it_is_told_to_stop(
     assert relay.returncode == 0
 
 
-def test_without_a_sink_there_is_nobody_to_tell(cli: Any, database: str):
+def test_without_a_sink_the_relay_refuses_to_start(cli: Any, database: str):
     code, _, said = cli("--database", database)
     assert code == 2
     assert "HEADWAY_SINKS" in said
@@ -107,7 +107,7 @@ def test_without_a_sink_there_is_nobody_to_tell(cli: Any, database: str):
         (("--forget", "nobody", "--yes"), "log:"),
     ],
 )
-def test_what_cannot_be_is_exit_2_and_changes_nothing(cli: Any, database: str, arguments: tuple[str, ...], sinks: str):
+def test_invalid_options_are_exit_2_and_change_nothing(cli: Any, database: str, arguments: tuple[str, ...], sinks: str):
     code, out, said = cli(*arguments, "--database", database, sinks=sinks)
     assert (code, out) == (2, "")
     assert said
@@ -149,7 +149,7 @@ def test_the_status_of_an_outbox_out_of_reach_is_unknown_and_not_fine(cli: Any, 
     assert "unknown" in said
 
 
-def test_a_database_in_which_nothing_was_ever_decided_is_no_error(cli: Any, tmp_path: Path):
+def test_a_database_without_events_is_not_an_error(cli: Any, tmp_path: Path):
     assert cli("--status", "--database", f"sqlite:///{tmp_path}/none.db", sinks="log:")[0] == 0
     assert cli("--poison", "list", "--database", f"sqlite:///{tmp_path}/none.db", sinks="log:")[0] == 0
     assert not (tmp_path / "none.db").exists()
@@ -171,7 +171,7 @@ def refused(database: str, receiver: Any) -> str:
     return sinks[0].name
 
 
-def test_what_was_refused_is_listed_and_delivered_after_all(cli: Any, database: str, receiver: Any, refused: str):
+def test_a_refused_event_is_listed_and_can_be_delivered(cli: Any, database: str, receiver: Any, refused: str):
     code, out, _ = cli("--poison", "list", "--json", "--database", database, sinks=receiver.url)
     document = json.loads(out)
     assert (code, document["schema"]) == (0, "headway.relay-poison/1")
@@ -187,7 +187,7 @@ def test_what_was_refused_is_listed_and_delivered_after_all(cli: Any, database: 
     assert told(receiver) == ["e-1"]
 
 
-def test_what_was_refused_can_be_forgotten(cli: Any, database: str, receiver: Any, refused: str):
+def test_a_refused_event_can_be_discarded(cli: Any, database: str, receiver: Any, refused: str):
     assert cli("--poison", "discard", "--yes", "--database", database, sinks=receiver.url)[0] == 0
     assert cli("--once", "--database", database, sinks=receiver.url)[0] == 0
     assert told(receiver) == []
@@ -195,7 +195,7 @@ def test_what_was_refused_can_be_forgotten(cli: Any, database: str, receiver: An
     assert "Nothing is put aside" in cli("--poison", "list", "--database", database, sinks=receiver.url)[2]
 
 
-def test_a_sink_that_nobody_serves_at_this_moment_is_said_to_be_between_tries(cli: Any, database: str, receiver: Any):
+def test_a_sink_without_a_holder_is_shown_as_between_tries(cli: Any, database: str, receiver: Any):
     receiver.answers = [503]
     assert cli("--once", "--seconds", "0.5", "--database", database, sinks=receiver.url)[0] == 6
     [row] = [

@@ -40,7 +40,7 @@ def test_every_sink_gets_every_event_once_and_in_order(store: Store):
     assert [sink.tries for sink in sinks] == [7, 7]
 
 
-def test_a_sink_that_is_first_seen_is_told_what_was_decided_while_nobody_relayed(store: Store):
+def test_a_new_sink_receives_events_from_before_the_first_relay(store: Store):
     store.decide(*numbers(1, 2))
     early, late = Ear("early"), Ear("late")
     store.outbox().subscribe("keeps the entries of a stream")
@@ -49,7 +49,7 @@ def test_a_sink_that_is_first_seen_is_told_what_was_decided_while_nobody_relayed
     assert late.heard == early.heard == ids([1, 2])
 
 
-def test_a_sink_that_was_subscribed_is_told_what_is_decided_afterwards_however_long_ago_it_happened(store: Store):
+def test_a_subscribed_sink_receives_later_events_even_about_old_facts(store: Store):
     ear = Ear()
     relay = Relay(store.outbox(), [ear])
     relay.subscribe()
@@ -213,7 +213,7 @@ def events_unavailable() -> Exception:
     return Unavailable("the store is away just now")
 
 
-def test_what_is_no_event_is_put_aside_and_said_and_the_others_go_on(store: Store, caplog):
+def test_an_invalid_event_is_put_aside_and_logged_and_the_others_are_delivered(store: Store, caplog):
     store.decide(event(1))
     store.damage()
     store.decide(event(2))
@@ -230,7 +230,7 @@ def test_what_is_no_event_is_put_aside_and_said_and_the_others_go_on(store: Stor
     assert metrics.value("headway_events_refused", sink="ear") == before + 1
 
 
-def test_a_page_of_nothing_but_damage_is_not_taken_for_the_end_of_what_waits(store: Store):
+def test_a_page_of_damaged_events_does_not_end_the_delivery(store: Store):
     ear = Ear()
     relay = Relay(store.outbox(), [ear])
     relay.tick()  # it subscribes
@@ -250,9 +250,7 @@ def refuse_for_good(store: Store, ear: Ear, now: list[float]) -> None:
     runner.tick()
 
 
-def test_an_event_that_its_sink_refuses_for_good_is_put_aside_after_some_tries_and_the_next_one_goes_on(
-    store: Store, caplog
-):
+def test_a_permanently_refused_event_is_put_aside_after_some_tries(store: Store, caplog):
     now = [0.0]
     store.decide(*numbers(1, 2))
     ear, other = Ear(), Ear("other")
@@ -311,7 +309,7 @@ def test_a_sink_for_some_types_of_event_hears_no_other_and_keeps_none_waiting(st
     assert store.outbox().backlog("ear") == [] or store.outbox().backlog("ear")[0].waiting == 0
 
 
-def test_what_was_put_aside_can_be_delivered_after_all_to_that_sink_alone(store: Store):
+def test_an_event_that_was_put_aside_can_be_delivered_to_its_sink_alone(store: Store):
     now = [0.0]
     ear, other = Ear(), Ear("other")
     Relay(store.outbox(), [other]).tick()
@@ -328,7 +326,7 @@ def test_what_was_put_aside_can_be_delivered_after_all_to_that_sink_alone(store:
     assert store.outbox().refused() == []
 
 
-def test_what_was_put_aside_can_be_discarded(store: Store):
+def test_an_event_that_was_put_aside_can_be_discarded(store: Store):
     now = [0.0]
     store.decide(event(1))
     ear = Ear()

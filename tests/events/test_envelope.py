@@ -50,7 +50,7 @@ def heard() -> list[Event]:
     return []
 
 
-def test_what_map_open_job_and_the_progress_manager_decide_is_as_the_schema_says(tmp_path: Path, heard: list[Event]):
+def test_events_of_map_open_job_and_the_progress_manager_match_the_schema(tmp_path: Path, heard: list[Event]):
     database = f"sqlite:///{tmp_path}/headway.db"
     headway.map(abs, [1, "x"], job="mapped", retries=0, database=database, progress="none", on_complete=heard.append)
     with headway.open_job("opened", [1], database=database) as job:
@@ -71,7 +71,7 @@ def test_what_map_open_job_and_the_progress_manager_decide_is_as_the_schema_says
     }
 
 
-def test_what_the_finish_line_decides_is_as_the_schema_says(redis_server: RedisServer, heard: list[Event]):
+def test_events_of_the_finish_line_match_the_schema(redis_server: RedisServer, heard: list[Event]):
     with FinishLine(redis_server.url(1)) as line:
         line.create("p", total=3)
         line.items_done("p", [1, 2])
@@ -81,7 +81,7 @@ def test_what_the_finish_line_decides_is_as_the_schema_says(redis_server: RedisS
     assert check(found, "job.completed")["data"] == {"total": 3, "succeeded": 2, "failed": 1}
 
 
-def test_what_the_queue_decides_is_as_the_schemas_say(tmp_path: Path, heard: list[Event]):
+def test_events_of_the_queue_match_the_schemas(tmp_path: Path, heard: list[Event]):
     with TaskQueue(f"sqlite:///{tmp_path}/q.db") as queue:
         queue.handler("caption", retries=0, isolation="none")(lambda task, payload: 1 / payload)
         tasks = [queue.submit("caption", payload, user_id=f"u{payload}") for payload in (1, 0)]
@@ -94,7 +94,7 @@ def test_what_the_queue_decides_is_as_the_schemas_say(tmp_path: Path, heard: lis
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_what_the_watcher_decides_is_as_the_schema_says(kind: Kind):
+def test_events_of_the_watcher_match_the_schema(kind: Kind):
     publisher = Publisher(FakeRedis(), EventForm(fields={"region": "eu"}), "channel")
     report = Report(
         "j-1", kind, "system", "it broke", "x-1", datetime(2026, 11, 1, tzinfo=UTC), error_type="ValueError"
@@ -139,7 +139,7 @@ def test_an_envelope_goes_through_json_and_back():
     assert list(json.loads(found.as_json())) == ["id", "type", "source", "job", "at", "version", "data"]
 
 
-def test_a_time_is_told_in_utc_with_a_z():
+def test_a_time_is_written_in_utc_with_a_z():
     east = dataclasses.replace(event(), at=datetime(2026, 11, 15, 14, 0, 3, tzinfo=timezone(timedelta(hours=2))))
     assert json.loads(east.as_json())["at"] == "2026-11-15T12:00:03Z"
     with pytest.raises(InvalidInput, match="time zone"):
@@ -154,7 +154,7 @@ class Size(enum.IntEnum):
     BIG = 3
 
 
-def test_subclasses_of_jsons_types_are_told_as_those():
+def test_subclasses_of_json_types_are_converted():
     told = json.loads(event(1, color=Color.RED, size=Size.BIG, pair=(1, 2)).as_json())
     assert told["data"] == {"color": "red", "size": 3, "pair": [1, 2]}
 
@@ -162,7 +162,7 @@ def test_subclasses_of_jsons_types_are_told_as_those():
 @pytest.mark.parametrize(
     "bad", [math.nan, math.inf, -math.inf, b"x", {1, 2}, object(), [[[math.nan]]], {"a": math.inf}]
 )
-def test_what_json_does_not_have_is_refused_before_anything_is_decided(tmp_path: Path, bad: Any):
+def test_values_that_json_lacks_are_refused_before_the_event_is_stored(tmp_path: Path, bad: Any):
     with connect(f"sqlite:///{tmp_path}/e.db") as database:
         with pytest.raises(InvalidInput, match="JSON has no such value"):
             database.run(lambda tx: append(tx, event(1, value=bad)))
@@ -214,6 +214,6 @@ def test_half_a_character_anywhere_costs_the_character_and_not_the_event(url: st
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"id": 1}', b"\xff", "[" * 100_000])
-def test_what_is_no_envelope_is_one_clear_error(text: str | bytes):
+def test_an_invalid_envelope_is_one_clear_error(text: str | bytes):
     with pytest.raises(InvalidInput, match="not an event"):
         Event.from_json(text)

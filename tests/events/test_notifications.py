@@ -71,7 +71,7 @@ def mail(smtp: SmtpServer, to: str = "ops@example.org", timeout: float = 30.0, *
 
 
 @pytest.mark.parametrize(("event", "sentence", "command", "page"), MESSAGES)
-def test_a_chat_message_says_what_happened_and_how_to_act(
+def test_a_chat_message_has_the_event_and_the_next_command(
     event: Event, sentence: str, command: str, page: str, receiver: Any
 ):
     slack(receiver, web_url="https://headway.example.org/").deliver(event)
@@ -82,7 +82,7 @@ def test_a_chat_message_says_what_happened_and_how_to_act(
 
 
 @pytest.mark.parametrize(("event", "sentence", "command", "page"), MESSAGES)
-def test_a_mail_says_what_happened_and_how_to_act(
+def test_a_mail_has_the_event_and_the_next_command(
     event: Event, sentence: str, command: str, page: str, smtp: SmtpServer
 ):
     mail(smtp, web_url="https://headway.example.org").deliver(event)
@@ -123,7 +123,7 @@ def test_a_text_cannot_mention_a_channel_forge_a_header_or_show_a_password(recei
     assert "hunter2" not in found.as_string()
 
 
-def test_chat_and_mail_take_what_needs_a_person_unless_their_address_names_types(receiver: Any, tmp_path: Path):
+def test_chat_and_mail_take_events_for_people_unless_their_address_names_types(receiver: Any, tmp_path: Path):
     from headway._sql import connect
 
     queued = an("task.queued", "7f3a", "headway.queue", kind="caption")
@@ -170,7 +170,7 @@ def test_a_chat_server_that_does_not_answer_means_later(receiver: Any, gate: Any
         ({"connect": "nonsense"}, Unavailable, "mail server"),
     ],
 )
-def test_what_a_mail_server_refuses_for_good_and_what_for_now(
+def test_mail_server_refusals_are_permanent_or_temporary_by_code(
     answers: dict[str, str], kind: type[Exception], message: str, smtp: SmtpServer
 ):
     smtp.answers = answers

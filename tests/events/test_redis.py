@@ -41,9 +41,7 @@ WELL = {"id": "1", "type": "t", "source": "s", "job": "j", "version": "1", "at":
         WELL | {"type": "job.completed", "data": '{"total": 1, "done": 1, "errors": 5}'},
     ],
 )
-def test_an_entry_that_is_no_event_is_put_aside_and_the_others_go_on(
-    garbage: dict[Any, Any], redis_server: RedisServer
-):
+def test_an_invalid_entry_is_put_aside_and_the_others_are_delivered(garbage: dict[Any, Any], redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     noted: list[str] = []
     box = RedisOutbox(state, on_delivered=lambda found: noted.extend(one.id for one in found))
@@ -64,7 +62,7 @@ def test_an_entry_that_is_no_event_is_put_aside_and_the_others_go_on(
     assert box.refused() == []
 
 
-def test_many_entries_that_are_no_events_are_put_aside_one_batch_after_another(redis_server: RedisServer):
+def test_many_invalid_entries_are_put_aside_batch_by_batch(redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     count = 250
     pipeline = state.pipeline(transaction=False)
@@ -84,7 +82,7 @@ def test_many_entries_that_are_no_events_are_put_aside_one_batch_after_another(r
     assert len(store.outbox().refused()) == count
 
 
-def test_what_a_relay_of_an_earlier_headway_had_taken_is_adopted(redis_server: RedisServer):
+def test_entries_read_by_a_relay_of_an_earlier_headway_are_adopted(redis_server: RedisServer):
     """Its consumers had names of their own."""
     store, state = redis_store(redis_server), redis_server.client(1)
     store.decide(*numbers(1, 2, 3))
@@ -150,7 +148,7 @@ def test_after_a_wipe_nothing_leaves_the_stream_before_other_relays_have_seen_it
     assert (one.heard, state.xlen("smap:events")) == (ids([1]), 0)
 
 
-def test_on_a_server_at_its_maxmemory_a_sink_that_is_new_is_told_what_waits(redis_factory: Callable[..., RedisServer]):
+def test_a_new_sink_receives_waiting_events_of_a_server_at_its_maxmemory(redis_factory: Callable[..., RedisServer]):
     """Otherwise nothing would leave the stream, and the server would stay full."""
     server = redis_factory(maxmemory_policy="noeviction")
     store, state = redis_store(server), server.client(1)
@@ -165,7 +163,7 @@ def test_on_a_server_at_its_maxmemory_a_sink_that_is_new_is_told_what_waits(redi
     assert Relay(store.outbox(), [ear]).drain(20)  # subscribed already
 
 
-def test_on_a_server_at_its_maxmemory_what_a_sink_refuses_waits_until_it_can_be_put_aside(
+def test_a_refused_event_waits_while_the_server_is_at_its_maxmemory(
     redis_factory: Callable[..., RedisServer],
 ):
     server = redis_factory(maxmemory_policy="noeviction")
@@ -217,7 +215,7 @@ def test_an_entry_is_kept_until_every_sink_has_it_and_then_noted_and_removed(red
     assert (state.xlen("smap:events"), [one.id for one in noted]) == (0, ["e-1"])
 
 
-def test_sinks_are_told_while_what_was_delivered_waits_to_be_noted(redis_server: RedisServer):
+def test_delivery_continues_while_notes_of_deliveries_wait(redis_server: RedisServer):
     """It is noted in a database, which may be silent for as long as it likes."""
     store, state = redis_store(redis_server), redis_server.client(1)
     silent, asked = threading.Event(), threading.Event()
@@ -245,7 +243,7 @@ def test_sinks_are_told_while_what_was_delivered_waits_to_be_noted(redis_server:
         silent.set()
 
 
-def test_a_sink_that_comes_while_what_was_delivered_waits_to_be_noted_loses_nothing_of_what_it_found(
+def test_a_sink_that_subscribes_while_notes_wait_loses_no_event(
     redis_server: RedisServer,
 ):
     store, state = redis_store(redis_server), redis_server.client(1)
@@ -278,7 +276,7 @@ def test_a_sink_that_comes_while_what_was_delivered_waits_to_be_noted_loses_noth
     eventually(lambda: state.xlen("smap:events") == 0)
 
 
-def test_what_every_sink_has_leaves_the_stream_also_where_something_always_waits(redis_server: RedisServer):
+def test_settled_entries_leave_a_stream_that_is_never_empty(redis_server: RedisServer):
     store, state = redis_store(redis_server), redis_server.client(1)
     noted: list[str] = []
     ear = Ear()

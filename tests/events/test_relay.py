@@ -147,7 +147,7 @@ class Odd(Exception):
         raise RuntimeError("no words")
 
 
-def test_whatever_a_sink_raises_costs_only_its_own_delivery(tmp_path, running: Running):
+def test_an_exception_of_a_sink_affects_only_its_own_delivery(tmp_path, running: Running):
     store = sql_store("sqlite", f"sqlite:///{tmp_path}/e.db")
     odds = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Odd(), MemoryError()]
     raised: set[int] = set()
@@ -171,7 +171,7 @@ def test_two_sinks_of_one_name_are_refused(store: Store):
         Relay(store.outbox(), [Ear("s"), Ear("s")])
 
 
-def test_draining_delivers_what_waits_and_says_whether_that_was_all(store: Store):
+def test_draining_delivers_waiting_events_and_returns_whether_none_is_left(store: Store):
     store.decide(*numbers(*range(1, 251)))
     ear, down = Ear(), Ear("down", Unavailable("away"))
     store.outbox().subscribe("down")
@@ -260,7 +260,7 @@ def test_a_note_that_sql_cannot_take_leaves_the_entry_in_the_stream_and_the_sink
     assert client.xlen("smap:events") == 0
 
 
-def test_too_many_waiting_events_are_said_once_and_none_is_dropped(store: Store, monkeypatch, caplog):
+def test_too_many_waiting_events_are_logged_once_and_none_is_dropped(store: Store, monkeypatch, caplog):
     monkeypatch.setattr(relay, "MANY", 3)
     monkeypatch.setattr(relay, "MEASURE", 0.0)
     ear = Ear(trouble=Unavailable("down"))
@@ -303,7 +303,7 @@ def test_a_relay_renews_its_lease_while_it_works_through_many_events(store: Stor
     assert max(gaps) <= outbox.LEASE / 2
 
 
-def test_a_relay_inherited_by_a_fork_is_not_running_there_and_says_so(redis_server: RedisServer):
+def test_a_relay_does_not_run_in_a_forked_child(redis_server: RedisServer):
     store = redis_store(redis_server)
     ear = Ear()
     with Relay(store.outbox(), [ear], rest=0.02).start() as one:
@@ -417,7 +417,7 @@ def test_deliveries_are_noted_one_by_one_unless_many_wait(tmp_path: Path, count:
         assert box.notes == notes
 
 
-def test_what_many_deliveries_a_slow_sink_took_is_noted_within_a_moment(tmp_path: Path):
+def test_deliveries_of_a_slow_sink_are_recorded_within_a_moment(tmp_path: Path):
     moments = iter(range(1000))
     with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
         events.append_all(database, numbers(*range(1, 101)))
@@ -427,7 +427,7 @@ def test_what_many_deliveries_a_slow_sink_took_is_noted_within_a_moment(tmp_path
         assert sum(box.notes) == 100
 
 
-def test_what_was_delivered_before_a_sink_failed_among_many_is_not_delivered_again(tmp_path: Path):
+def test_deliveries_before_a_failure_in_a_batch_are_not_repeated(tmp_path: Path):
     with _sql.connect(f"sqlite:///{tmp_path}/e.db") as database:
         events.append_all(database, numbers(*range(1, 101)))
         ear = Ear()

@@ -57,9 +57,7 @@ def _hang_up(handler: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [301, 302, 307, 408, 409, 425, 429, 500, 503, _hang_up])
-def test_an_answer_that_may_change_means_not_now_and_no_secret_is_said(
-    receiver: Any, answer: int | Callable[[Any], None]
-):
+def test_a_temporary_answer_is_retried_and_no_secret_is_shown(receiver: Any, answer: int | Callable[[Any], None]):
     receiver.answers = [answer]
     with pytest.raises(Unavailable) as caught:
         hook(receiver).deliver(event())
@@ -112,7 +110,7 @@ def test_a_connection_that_is_accepted_and_never_read_costs_the_deadline_and_no_
         WebhookSink(f"http://127.0.0.1:{proxy.port}/", 0.3).deliver(event(1, text="x" * 1_000_000))
 
 
-def test_nobody_listening_is_unavailable():
+def test_a_closed_port_is_unavailable():
     with pytest.raises(Unavailable, match="refused"):
         WebhookSink("http://127.0.0.1:9/x").deliver(event())
 
@@ -148,7 +146,7 @@ def test_two_webhooks_that_differ_in_their_query_are_two_sinks():
         "http://[::1/x", "http://hös t/", "http://host/\n",
     ],
 )  # fmt: skip
-def test_what_is_no_web_address_is_refused_without_repeating_it(address: str):
+def test_an_invalid_web_address_is_refused_without_repeating_it(address: str):
     with pytest.raises(InvalidInput) as caught:
         WebhookSink(address)
     assert caught.value.hint
@@ -202,7 +200,7 @@ def test_a_redis_that_is_away_or_silent_means_not_now(redis_server: RedisServer,
         sink.deliver(event())
 
 
-def test_a_stream_key_of_another_kind_is_said(redis_server: RedisServer):
+def test_a_stream_key_of_another_type_is_reported(redis_server: RedisServer):
     client: Any = redis_server.client(0)
     client.set("log", "a text")
     with pytest.raises(HeadwayError, match="WRONGTYPE"):
@@ -281,7 +279,7 @@ def _in_a_process(setting: str, called: str) -> str:
     return done.stdout
 
 
-def test_where_nobody_can_know_how_a_program_ends_it_is_not_told_again_and_again(tmp_path: Path):
+def test_an_unknown_exit_status_does_not_repeat_the_event_forever(tmp_path: Path):
     told = tmp_path / "told"
     take = program(tmp_path / "take", f"open({str(told)!r}, 'a').write('told ')")
     assert _in_a_process("signal.SIG_DFL", take) == "taken\n"
@@ -289,7 +287,7 @@ def test_where_nobody_can_know_how_a_program_ends_it_is_not_told_again_and_again
     assert told.read_text() == "told "
 
 
-def test_a_program_that_fails_has_not_taken_the_event_also_where_somebody_else_reaps_it(tmp_path: Path):
+def test_a_failing_program_has_not_taken_the_event_even_if_reaped_elsewhere(tmp_path: Path):
     fail = program(tmp_path / "fail", "sys.exit(1)")
     assert _in_a_process("reap", fail).startswith("Unavailable ")
 

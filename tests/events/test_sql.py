@@ -90,7 +90,7 @@ def test_a_sink_that_subscribes_while_a_lower_number_is_not_committed_hears_of_i
 
 
 @everywhere
-def test_a_new_sink_is_told_the_last_thirty_days_and_not_what_is_older(url: str):
+def test_a_new_sink_receives_the_events_of_the_last_thirty_days(url: str):
     ear = Ear()
     ages = {1: 31, 2: 29, 3: 400, 4: 0}  # days; the third happened long ago and was decided after the second
     with connect(url) as database:
@@ -104,7 +104,7 @@ def test_a_new_sink_is_told_the_last_thirty_days_and_not_what_is_older(url: str)
 
 
 @everywhere
-def test_tidying_removes_what_is_settled_and_loses_nothing(url: str):
+def test_tidying_removes_settled_deliveries_and_loses_nothing(url: str):
     ear = Ear()
     ear.refuses = {"e-3"}
     now = [0.0]
@@ -139,7 +139,7 @@ def test_a_relay_tidies_by_itself_after_many_deliveries(tmp_path: Path):
 
 
 @everywhere
-def test_purging_keeps_what_a_sink_still_waits_for(url: str):
+def test_purging_keeps_events_that_wait_for_a_sink(url: str):
     long_ago = datetime.now(UTC) - timedelta(days=20)
     with connect(url) as database:
         box = SqlOutbox(database)
@@ -182,7 +182,7 @@ def test_an_event_of_an_outsider_that_no_database_can_hold_costs_only_itself(pos
 # ---- who decides ------------------------------------------------------------------------------------------------------
 
 
-def test_on_complete_hears_of_its_own_job_only(tmp_path: Path):
+def test_on_complete_receives_events_of_its_own_job_only(tmp_path: Path):
     database = f"sqlite:///{tmp_path}/headway.db"
     with ProgressManager(tmp_path / "headway.db") as progress:
         progress.register([0])
@@ -306,7 +306,7 @@ def test_an_event_that_got_the_number_of_a_delivered_one_after_a_restore_is_deli
 
 
 @everywhere
-def test_a_relay_whose_database_was_put_back_to_before_its_sink_was_seen_goes_on(url: str):
+def test_a_relay_continues_after_a_restore_to_before_its_sink_was_known(url: str):
     ear, now = Ear(), 0.0
     with connect(url) as database:
         relay = Relay(SqlOutbox(database), [ear], clock=lambda: now)

@@ -62,7 +62,7 @@ def test_an_event_published_again_after_a_crash_reaches_a_sink_once(tmp_path: Pa
     assert appended[0] == appended[1]  # the outbox knows it by its id: see test_sql
 
 
-def test_without_a_database_sinks_are_not_told_and_that_is_said(
+def test_without_a_database_sinks_get_no_events_and_that_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], redis_server: RedisServer
 ):
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_without_a_database_sinks_are_not_told_and_that_is_said(
     assert not (tmp_path / "headway.db").exists()
 
 
-def test_nothing_that_a_job_contains_keeps_the_others_from_being_told(tmp_path: Path):
+def test_no_content_of_a_job_prevents_the_events_of_others(tmp_path: Path):
     import zlib
 
     payload = zlib.compress(b'["f", null, [], {"ratio": NaN, "user": "\\ud800", "size": 3}]')
@@ -121,7 +121,7 @@ def test_a_copy_and_the_event_on_the_channel_are_the_same(redis_server: RedisSer
     listener.close()
 
 
-def test_the_outbox_gets_no_event_when_nobody_is_to_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_outbox_gets_no_event_without_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     redis, shutdown = FakeRedis(), Shutdown()
     redis.on_publish = shutdown.request

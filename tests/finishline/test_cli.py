@@ -49,7 +49,7 @@ def test_a_project_from_its_beginning_to_its_end(cli: Run, open_line: OpenLine):
     assert cli("project", "delete", "p", "--yes").returncode == 2
 
 
-def test_what_is_wrong_is_said_with_its_exit_code(cli: Run, redis_server: RedisServer):
+def test_each_error_has_its_message_and_exit_code(cli: Run, redis_server: RedisServer):
     unknown = cli("project", "total", "nobody", "3")
     assert unknown.returncode == 2
     assert "headway project create nobody" in unknown.stderr
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_said_with_its_exit_code(cli: Run, redis_server: RedisS
 
 
 @pytest.mark.req("S0-31")
-def test_creating_while_redis_is_away_is_recorded_and_said(cli: Run, redis_server: RedisServer, database_url: str):
+def test_creating_while_redis_is_away_is_recorded_and_reported(cli: Run, redis_server: RedisServer, database_url: str):
     redis_server.stop()
     made = cli("project", "create", "p", "--journal", "--database", database_url)
     assert made.returncode == 0

@@ -97,7 +97,7 @@ def test_no_key_of_a_project_is_ever_without_a_lifetime_and_none_goes_before_the
 @pytest.mark.req("S0-11")
 @pytest.mark.parametrize("kind", ["redis", "sqlite-journal"])
 @pytest.mark.parametrize("named", [True, False], ids=["item ids", "no ids"])
-def test_each_of_fifty_threads_is_told_its_own_new_value(
+def test_each_of_fifty_threads_gets_its_own_new_value(
     kind: str, named: bool, open_line: OpenLine, each_thread: Callable[..., list[Any]]
 ):
     line = open_line(kind)
@@ -231,7 +231,7 @@ def test_a_project_marked_failed_counts_on_and_does_not_complete_until_it_is_tak
 
 
 @every_kind
-def test_an_item_counts_once_whoever_says_it_and_its_first_word_stands(kind: str, open_line: OpenLine):
+def test_an_item_counts_once_and_its_first_outcome_stays(kind: str, open_line: OpenLine):
     line, other = open_line(kind), open_line(kind)
     line.create("p", total=10)
     assert line.item_done("p", 7).counted == 1
@@ -254,7 +254,7 @@ def test_calls_without_an_item_id_count_each_time(kind: str, open_line: OpenLine
 
 
 @every_kind
-def test_counting_in_a_project_that_is_not_there_is_an_error_and_creates_nothing(
+def test_counting_in_an_unknown_project_is_an_error_and_creates_nothing(
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
@@ -273,7 +273,7 @@ def test_counting_in_a_project_that_is_not_there_is_an_error_and_creates_nothing
 
 
 @every_kind
-def test_a_deleted_project_is_gone_and_one_of_the_same_name_begins_anew_with_an_event_of_its_own(
+def test_a_recreated_project_starts_at_zero_with_its_own_event(
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
@@ -288,9 +288,7 @@ def test_a_deleted_project_is_gone_and_one_of_the_same_name_begins_anew_with_an_
     assert first["id"] != second["id"]
 
 
-def test_what_an_earlier_project_left_behind_is_not_counted_in_a_new_one(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_leftovers_of_an_earlier_project_are_not_counted_in_a_new_one(open_line: OpenLine, redis_server: RedisServer):
     line = open_line()
     line.create("p", total=2)
     line.items_done("p", [1, "a"])
@@ -342,7 +340,7 @@ def test_an_id_that_could_mean_something_else_to_a_store_is_refused(bad: Any, op
 
 
 @pytest.mark.parametrize("bad", ["", "x" * 513, "a\nb", "\x00", "\ud800", True, 1.5, b"x"], ids=repr)
-def test_what_cannot_be_an_item_id_is_refused(bad: Any, open_line: OpenLine):
+def test_an_invalid_item_id_is_refused(bad: Any, open_line: OpenLine):
     line = open_line()
     line.create("p", total=3)
     with pytest.raises(InvalidInput):
@@ -351,7 +349,7 @@ def test_what_cannot_be_an_item_id_is_refused(bad: Any, open_line: OpenLine):
 
 
 @pytest.mark.parametrize("bad", [-1, 2**53, 1.0, "5", True, None], ids=repr)
-def test_what_cannot_be_a_total_is_refused(bad: Any, open_line: OpenLine):
+def test_an_invalid_total_is_refused(bad: Any, open_line: OpenLine):
     line = open_line()
     with pytest.raises(InvalidInput):
         line.create("p", total=bad)

@@ -140,9 +140,7 @@ def crash_the_rebuild(line: FinishLine, server: RedisServer, *, step: int) -> in
     raise AssertionError("it has no end")
 
 
-def test_whoever_rebuilds_a_project_may_be_killed_at_any_line_and_nobody_waits_for_its_lease(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_a_rebuild_killed_at_any_line_leaves_no_lease_to_wait_for(open_line: OpenLine, redis_server: RedisServer):
     assert crash_the_rebuild(open_line("sqlite-journal"), redis_server, step=19) > 10
 
 

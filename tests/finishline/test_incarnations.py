@@ -33,7 +33,7 @@ def lives(server: RedisServer) -> dict[str, int]:
 
 @pytest.mark.req("S0-07", "S0-09")
 @pytest.mark.parametrize("kind", ["redis", "sqlite", "sqlite-journal"])
-def test_whatever_refreshes_a_project_refreshes_its_identities_too_whatever_it_answers(
+def test_every_refresh_of_a_project_refreshes_its_identities_too(
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     """Else a project that is asked for every day lives on, and its items count twice after a week."""
@@ -153,7 +153,7 @@ def test_a_project_rebuilt_while_it_is_deleted_does_not_stay(kind: str, open_lin
     ],
     ids=["change", "checkpoint", "journal", "journal-checkpoint"],
 )
-def test_what_sql_said_of_a_deleted_project_does_not_reach_the_next_of_its_name(
+def test_an_answer_of_sql_about_a_deleted_project_does_not_reach_its_successor(
     kind: str, call: Callable[[FinishLine], object], open_line: OpenLine, redis_server: RedisServer
 ):
     """Redis would take the older one's version for the newer, and answer UPDATED to changes it ignores, for good."""
@@ -226,9 +226,7 @@ def test_a_deleted_project_that_an_older_dump_brings_back_gives_way_to_the_next_
             line.delete("p")
 
 
-def test_a_rebuild_that_is_under_way_is_waited_for_by_a_deletion_of_its_project_and_by_nobody_else(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_only_a_deletion_waits_for_a_rebuild_in_progress(open_line: OpenLine, redis_server: RedisServer):
     line, other = open_line("sqlite-journal"), open_line("sqlite-journal")
     for name in ("p", "q"):
         line.create(name, total=10)
@@ -260,9 +258,7 @@ def test_the_lease_of_a_process_that_was_killed_is_taken_over_at_once(open_line:
     assert line.item_done("p", 2).done == 2
 
 
-def test_what_redis_kept_of_a_deleted_project_is_not_counted_in_its_successor(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_keys_of_a_deleted_project_are_not_counted_in_its_successor(open_line: OpenLine, redis_server: RedisServer):
     line = open_line("sqlite")
     line.create("p", total=10)
     line.items_done("p", [1, 2])
@@ -351,7 +347,7 @@ def test_a_server_restored_from_an_older_dump_is_brought_up_to_the_record(
 
 
 @pytest.mark.parametrize("again", ["set_total", "set_status"])
-def test_an_older_redis_is_brought_up_to_the_journal_also_when_total_and_status_were_said_again_since(
+def test_an_older_redis_catches_up_with_the_journal_after_repeated_settings(
     again: str, open_line: OpenLine, redis_server: RedisServer
 ):
     """Said again they have a later version, and a count that knows it is not taken by the older project."""
@@ -377,9 +373,7 @@ def test_an_older_redis_is_brought_up_to_the_journal_also_when_total_and_status_
     assert line.progress("p") == Progress(Status.DONE, 10, 10)
 
 
-def test_a_finished_project_that_redis_let_go_is_answered_by_sql_and_not_announced_again(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_a_finished_project_expired_in_redis_is_read_from_sql_only(open_line: OpenLine, redis_server: RedisServer):
     """Nobody relays, so its event was never delivered."""
     line = open_line("sqlite-journal")
     line.create("p", total=1)
@@ -394,7 +388,7 @@ def test_a_finished_project_that_redis_let_go_is_answered_by_sql_and_not_announc
     assert len(events(redis_server)) == 1
 
 
-def test_numbers_that_stand_alone_cost_what_texts_cost(open_line: OpenLine, redis_server: RedisServer):
+def test_sparse_numbers_cost_as_much_as_texts(open_line: OpenLine, redis_server: RedisServer):
     line = open_line()
     state: Any = redis_server.client(1)
     for number in range(20):

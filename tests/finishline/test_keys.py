@@ -24,9 +24,7 @@ def test_the_page_about_redis_lists_every_key_with_its_type_and_lifetime():
     assert len({key.pattern for key in _redis.KEYS}) == len(_redis.KEYS)
 
 
-def test_whatever_the_finish_line_writes_is_in_the_list_with_its_type_and_a_lifetime(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_every_key_of_the_finish_line_is_listed_with_type_and_lifetime(open_line: OpenLine, redis_server: RedisServer):
     state: Any = redis_server.client(1)
     seen: dict[str, str] = {}
     lives: dict[str, int] = {}

@@ -188,7 +188,7 @@ def test_a_connection_that_was_closed_while_it_rested_costs_no_try(
     assert "tried again" not in caplog.text
 
 
-def test_a_server_busy_with_somebodys_script_is_tried_again(open_line: OpenLine, redis_server: RedisServer):
+def test_a_server_busy_with_a_script_is_retried(open_line: OpenLine, redis_server: RedisServer):
     line = open_line(retry=RetryPolicy(retries=400, base=0.02, cap=0.05))
     line.create("p", total=5)
     admin = redis_server.client()

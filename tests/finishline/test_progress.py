@@ -95,7 +95,7 @@ def test_a_finished_project_is_answered_from_the_record_after_redis_let_it_go(
     assert redis_server.client(1).keys("smap:proj:*") == []
 
 
-def test_more_done_than_the_total_is_said_once(open_line: OpenLine, caplog: pytest.LogCaptureFixture):
+def test_more_done_than_the_total_is_logged_once(open_line: OpenLine, caplog: pytest.LogCaptureFixture):
     line = open_line()
     line.create("p", total=1)
     line.items_done("p", [1, 2, 3])
@@ -157,7 +157,7 @@ def test_a_thousand_pollers_are_served_without_a_queue_building_up(open_line: Op
     assert sorted(waits)[1980] < 5.0
 
 
-def test_the_reader_answers_from_the_record_what_redis_does_not_have(
+def test_the_reader_answers_from_sql_for_projects_missing_in_redis(
     open_line: OpenLine, redis_server: RedisServer, database_url: str
 ):
     line = open_line("sqlite-journal")
@@ -177,14 +177,14 @@ def test_the_reader_answers_from_the_record_what_redis_does_not_have(
 
 
 @pytest.mark.parametrize("database", [17, Path("projects.db"), object(), "projects.db", ""])
-def test_a_reader_and_a_line_refuse_what_is_not_a_database_when_they_are_made(database: Any, redis_server: RedisServer):
+def test_a_reader_and_a_line_refuse_an_invalid_database_at_creation(database: Any, redis_server: RedisServer):
     for make in (AsyncProgress, FinishLine):
         with pytest.raises(InvalidInput, match="database"):
             make(redis_server.url(1), database)
 
 
 @pytest.mark.req("S0-29", "S0-32")
-def test_while_redis_is_away_the_reader_says_so_at_once_and_other_work_goes_on(redis_server: RedisServer):
+def test_the_reader_fails_at_once_while_redis_is_away(redis_server: RedisServer):
     async def ask() -> tuple[list[BaseException | Progress], float]:
         async with AsyncProgress(redis_server.url(1)) as reader:
             await reader.progress("p")
@@ -231,7 +231,7 @@ def test_one_damaged_project_does_not_spoil_the_answers_about_the_others(
     assert isinstance(half, StoreCorrupt)
 
 
-def test_a_task_that_stops_waiting_takes_the_answer_from_nobody(
+def test_a_cancelled_task_does_not_cancel_the_query_of_others(
     open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
 ):
     line = open_line()
@@ -294,7 +294,7 @@ def test_one_spoilt_hash_costs_its_own_asker_and_no_other(
     assert row.done == 1
 
 
-def test_an_error_nobody_expected_reaches_whoever_asked(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+def test_an_unexpected_error_reaches_every_caller(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
     async def ask() -> None:
         async with AsyncProgress(redis_server.url(1)) as reader:
             monkeypatch.setattr(reader._client, "pipeline", None)
@@ -305,7 +305,7 @@ def test_an_error_nobody_expected_reaches_whoever_asked(redis_server: RedisServe
 
 
 @pytest.mark.parametrize("steps", [1, 2])  # before the reader's own first step, and after it
-def test_who_waits_for_a_reader_that_is_ended_is_told_and_the_next_question_is_answered(
+def test_waiting_queries_fail_when_the_reader_ends_and_the_next_one_works(
     steps: int, open_line: OpenLine, redis_server: RedisServer
 ):
     open_line().create("p")
@@ -326,9 +326,7 @@ def test_who_waits_for_a_reader_that_is_ended_is_told_and_the_next_question_is_a
     asyncio.run(ask())
 
 
-def test_a_reader_serves_the_loop_it_was_first_used_in_and_says_so_in_another(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_a_reader_refuses_a_second_event_loop(open_line: OpenLine, redis_server: RedisServer):
     open_line().create("p")
     reader = AsyncProgress(redis_server.url(1))
     loop = asyncio.new_event_loop()

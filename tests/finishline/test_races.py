@@ -207,7 +207,7 @@ def test_replies_lost_after_the_server_applied_the_call_leave_every_count_exact(
 
 
 @pytest.mark.req("S0-14")
-def test_the_call_whose_reply_was_lost_is_told_that_it_completed_the_project(
+def test_a_call_whose_reply_was_lost_learns_that_it_completed_the_project(
     open_line: OpenLine, redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
 ):
     proxy = tcp_proxy(redis_server.port)

@@ -43,7 +43,7 @@ def no_immortal_key(server: RedisServer) -> bool:
 @pytest.mark.req("S0-33")
 @journals
 @pytest.mark.parametrize("wake", ["count", "progress", "checkpointer", "create", "total"])
-def test_a_wiped_project_with_a_journal_is_rebuilt_exactly_whoever_notices(
+def test_a_wiped_project_with_a_journal_is_rebuilt_exactly_by_any_call(
     kind: str, wake: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
@@ -73,7 +73,7 @@ def test_a_wiped_project_with_a_journal_is_rebuilt_exactly_whoever_notices(
 
 
 @journals
-def test_a_completion_lost_before_it_was_told_is_announced_again_and_one_that_was_told_is_not(
+def test_only_an_undelivered_completion_is_announced_again_after_a_loss(
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
@@ -96,7 +96,7 @@ def test_a_completion_lost_before_it_was_told_is_announced_again_and_one_that_wa
 
 
 @pytest.mark.req("S0-33")
-def test_without_a_journal_the_last_checkpoint_comes_back_and_the_difference_is_said(
+def test_without_a_journal_the_last_checkpoint_is_restored_and_marked(
     open_line: OpenLine, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ):
     line = open_line("sqlite")
@@ -271,7 +271,7 @@ def test_callers_that_wait_share_one_transaction(
     assert metrics.histogram("headway_journal_group").count - before <= 2
 
 
-def test_two_callers_with_one_item_agree_on_what_it_was(open_line: OpenLine, each_thread: Callable[..., list[Any]]):
+def test_two_callers_with_one_item_get_the_same_verdict(open_line: OpenLine, each_thread: Callable[..., list[Any]]):
     line = open_line("sqlite-journal")
     line.create("p", total=1000)
     for item in range(20):
@@ -325,9 +325,7 @@ def test_it_stays_with_that_call_when_redis_falls_silent_while_sql_is_asked(
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "sqlite-journal"])
-def test_what_completed_a_project_that_was_deleted_takes_nothing_from_the_next_of_its_name(
-    kind: str, open_line: OpenLine
-):
+def test_the_completion_of_a_deleted_project_does_not_affect_its_successor(kind: str, open_line: OpenLine):
     line, other = open_line(kind), open_line(kind)
     line.create("p", total=1)
 
@@ -341,7 +339,7 @@ def test_what_completed_a_project_that_was_deleted_takes_nothing_from_the_next_o
 
 
 @pytest.mark.req("S0-14", "S0-33")
-def test_whoever_crossed_the_line_by_rebuilding_hears_it_although_redis_is_wiped_once_more(
+def test_a_call_that_completed_by_rebuilding_learns_it_after_another_wipe(
     open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line("sqlite-journal")

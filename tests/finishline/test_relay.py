@@ -96,7 +96,7 @@ def test_a_completion_reaches_every_kind_of_sink(
     listener.close()
 
 
-def test_a_relay_that_starts_late_tells_what_was_decided_before(open_line: OpenLine):
+def test_a_relay_that_starts_late_delivers_earlier_events(open_line: OpenLine):
     line = open_line()
     complete(line, "a", "b")
     heard: list[Event] = []
@@ -104,7 +104,7 @@ def test_a_relay_that_starts_late_tells_what_was_decided_before(open_line: OpenL
     assert [event.job for event in heard] == ["a", "b"]
 
 
-def test_a_sink_that_is_down_waits_for_its_turn_and_keeps_nobody_waiting(
+def test_an_unavailable_sink_delays_no_other_sink(
     open_line: OpenLine, redis_server: RedisServer, webhook: tuple[str, list[dict[str, Any]], list[int]]
 ):
     address, received, codes = webhook
@@ -243,7 +243,7 @@ def test_a_sink_that_is_down_makes_no_wipe_deliver_again_to_the_others(
     assert sorted(heard["down"]) == projects
 
 
-def test_a_sink_is_told_again_while_the_database_cannot_say_whether_it_took_the_event(
+def test_an_event_is_repeated_while_the_database_cannot_tell_of_its_delivery(
     open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line("postgres-journal")

@@ -75,7 +75,7 @@ def test_the_documented_rights_are_enough_and_none_of_them_is_too_many(
 
 
 @pytest.mark.parametrize("missing", ["evalsha", "info", "hgetall", "hincrby", "~smap:*"])
-def test_a_missing_right_is_said_at_once_and_without_the_password(
+def test_a_missing_right_is_reported_at_once_without_the_password(
     missing: str, guarded: RedisServer, open_line: OpenLine
 ):
     rights = [right.replace("PASSWORD", "s3cret") for right in documented_rights() if right != f"+{missing}"]
@@ -104,7 +104,7 @@ def fill(server: RedisServer) -> None:
         cache.set("one more", "x" * 1000)
 
 
-def test_a_full_server_takes_counts_new_projects_and_what_is_rebuilt(
+def test_a_full_server_accepts_counts_new_projects_and_rebuilds(
     redis_factory: Callable[..., RedisServer], open_line: OpenLine
 ):
     server = redis_factory(maxmemory="5mb", maxmemory_policy="noeviction")
@@ -129,7 +129,7 @@ def test_a_full_server_takes_counts_new_projects_and_what_is_rebuilt(
 
 
 @pytest.mark.req("S0-04")
-def test_a_server_that_begins_to_evict_while_it_is_used_is_said_once_and_again_after_it_had_stopped(
+def test_eviction_is_reported_once_and_again_after_it_had_stopped(
     open_line: OpenLine, redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)
@@ -151,7 +151,7 @@ def test_a_server_that_begins_to_evict_while_it_is_used_is_said_once_and_again_a
         assert client.info("commandstats")["cmdstat_info"]["calls"] <= looks + 2, "once a minute"
 
 
-def test_whoever_allowed_eviction_is_not_told_of_it_again(
+def test_allowed_eviction_is_not_reported_again(
     open_line: OpenLine, redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)

@@ -45,7 +45,7 @@ def test_a_project_is_created_once_and_keeps_its_first_values(database: Database
     assert records.find("other") is None
 
 
-def test_changes_keep_what_is_not_given_and_raise_the_version(database: Database):
+def test_changes_keep_other_values_and_raise_the_version(database: Database):
     records = Records(database)
     before = create(records)
     first = records.change("p", total=5, status=None, crawled=None)
@@ -135,6 +135,6 @@ def test_deliveries_are_known_per_sink_until_every_sink_has_the_event(database: 
     assert database.all("SELECT * FROM project_deliveries") == []
 
 
-def test_what_is_not_a_database_is_refused():
+def test_an_invalid_database_is_refused():
     with pytest.raises(InvalidInput, match="database"):
         Records(datetime.now(UTC))  # type: ignore[arg-type]  # the error under test

@@ -42,7 +42,7 @@ def test_an_empty_project_that_was_finished_stays_so_when_an_item_came_late_and_
 
 
 @recorded
-def test_an_empty_project_that_was_told_is_neither_open_again_nor_told_again_when_a_late_item_rebuilds_it(
+def test_a_late_item_does_not_reopen_an_empty_delivered_project(
     kind: str, open_line: OpenLine, redis_server: RedisServer
 ):
     line = open_line(kind)
@@ -111,9 +111,7 @@ def test_a_project_whose_creation_was_not_answered_says_after_a_wipe_that_counts
     assert worker.progress("p").restored is not None
 
 
-def test_a_database_put_back_to_an_earlier_moment_is_listened_to_all_the_same(
-    open_line: OpenLine, redis_server: RedisServer, tmp_path: Path
-):
+def test_a_restored_database_is_still_authoritative(open_line: OpenLine, redis_server: RedisServer, tmp_path: Path):
     line = open_line("sqlite-journal")
     line.create("p", total=9)
     line.set_status("p", Status.CRAWLING)
@@ -146,9 +144,7 @@ def dump(server: RedisServer) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", ["older", "killed"])
-def test_an_item_that_came_after_the_end_is_not_lost_although_nobody_relays(
-    how: str, open_line: OpenLine, redis_server: RedisServer
-):
+def test_an_item_after_the_end_is_not_lost_without_a_relay(how: str, open_line: OpenLine, redis_server: RedisServer):
     line = open_line("sqlite-journal")
     assert line.checkpointer is not None
     line.create("p", total=2)
@@ -218,9 +214,7 @@ def test_a_checkpoint_does_not_finish_a_project_of_an_older_redis_by_the_total_i
     assert (line.progress("p").done, line.progress("p").total) == (5, 10)
 
 
-def test_a_count_between_what_sql_and_what_redis_hear_of_a_total_finishes_by_the_newer_one(
-    open_line: OpenLine, redis_server: RedisServer
-):
+def test_a_count_between_the_writes_of_a_total_uses_the_newer_total(open_line: OpenLine, redis_server: RedisServer):
     line = open_line("sqlite-journal")
     line.create("p", total=1)
     assert line._records is not None

@@ -7,7 +7,7 @@ import sys
 from tools import compat
 
 
-def test_every_python_we_claim_is_looked_for_and_this_one_is_found():
+def test_every_supported_python_is_searched_and_the_current_one_is_found():
     assert compat.claimed() == ["3.11", "3.12", "3.13"]
     this = f"{sys.version_info[0]}.{sys.version_info[1]}"
     found = compat.python(this)
@@ -17,7 +17,7 @@ def test_every_python_we_claim_is_looked_for_and_this_one_is_found():
     assert compat.python("3.999") is None
 
 
-def test_what_is_run_on_redis_is_there():
+def test_the_tests_to_run_on_every_redis_exist():
     assert [test for test in compat.REDIS_TESTS if (compat.ROOT / test).exists()]
     names = [one.name for one in compat.pairs()]
     assert "rq==2.8.0 redis==5.0.0" in names

@@ -76,7 +76,7 @@ def grace_suffices(seconds: float, config: Config) -> bool:
     return seconds > float(str(config["queue_drain"])) + END_SECONDS
 
 
-def test_what_is_no_command_and_no_setting_is_noticed(tmp_path: Path):
+def test_an_unknown_command_or_setting_is_noticed(tmp_path: Path):
     with pytest.raises(AssertionError, match="no verb"):
         accept(["sweeper"])
     with pytest.raises(click.UsageError):
@@ -115,7 +115,7 @@ def test_the_image_knows_only_instructions_of_docker(image: list[tuple[str, str]
     assert {word for word, _ in image} <= known
 
 
-def test_the_image_is_built_in_one_stage_and_runs_in_another_as_nobody(image: list[tuple[str, str]]):
+def test_the_image_has_a_build_stage_and_runs_without_rights(image: list[tuple[str, str]]):
     first, second = of(image, "FROM")
     assert first.endswith(" AS build")
     assert first.split()[0] == second.split()[0], "the environment was made for that Python"
@@ -190,7 +190,7 @@ def test_every_service_of_the_compose_file_is_a_command_and_its_settings_are_our
         assert service["image"] == f"headway:{__version__.rpartition('.')[0]}"
 
 
-def test_no_password_stands_in_the_compose_file(compose: dict[str, Any]):
+def test_the_compose_file_contains_no_password(compose: dict[str, Any]):
     text = (ROOT / "compose.yaml").read_text("utf-8")
     for value in re.findall(r"(?:PASSWORD: |://\w*:|requirepass\n\s+- )(\S+)", text):
         assert value.startswith("${HEADWAY_"), value
@@ -311,7 +311,7 @@ def test_one_watcher_at_a_time():
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
 
 
-def test_what_is_applied_is_there(tmp_path: Path):
+def test_every_applied_manifest_exists(tmp_path: Path):
     (top,) = read_yaml(DEPLOY / "kustomization.yaml")
     assert set(top["resources"]) == {f"kubernetes/{path.name}" for path in MANIFESTS} - {"kubernetes/watcher.yaml"}
     (generated,) = top["configMapGenerator"]

@@ -17,7 +17,7 @@ HOUSE = docs.house_pages()
 
 
 @pytest.mark.parametrize("page", HOUSE, ids=lambda page: page.name)
-def test_what_a_page_for_contributors_mentions_exists(page: Path):
+def test_everything_a_page_for_contributors_mentions_exists(page: Path):
     assert list(docs.broken_mentions(page)) == []
     assert list(docs.broken_links(page)) == []
 
@@ -55,7 +55,7 @@ def test_the_diagram_shows_every_package_and_module():
         "an ordinary `word`",
     ],
 )
-def test_what_exists_may_be_mentioned(mention: str):
+def test_an_existing_thing_may_be_mentioned(mention: str):
     assert docs.wrong_mention(mention) == ""
 
 
@@ -71,11 +71,11 @@ def test_what_exists_may_be_mentioned(mention: str):
         "NOTHING.md",
     ],
 )
-def test_what_does_not_exist_is_told(mention: str):
+def test_a_mention_of_a_missing_thing_is_reported(mention: str):
     assert docs.wrong_mention(mention) != ""
 
 
-def test_a_list_that_lacks_doubles_or_invents_something_is_told():
+def test_missing_repeated_and_unknown_entries_of_a_list_are_reported():
     told = list(docs.list_problems("the table", "internals/storage.md", ["a", "b", "b", "d"], {"a", "b", "c"}))
     assert told == [
         "docs/internals/storage.md lists the table b 2 times",

@@ -47,7 +47,7 @@ def bare(code: str, place: Path, **environment: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-def test_whatever_is_missing_is_one_error_that_names_the_extra(tmp_path: Path):
+def test_a_missing_package_is_one_error_that_names_the_extra(tmp_path: Path):
     code = f"""
 import json
 from headway.errors import HeadwayError
@@ -203,7 +203,7 @@ def test_a_run_needs_nothing_of_its_environment(tmp_path: Path, environment: dic
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077], ids=oct)
-def test_whatever_the_umask_is_files_are_their_owners_alone(tmp_path: Path, umask: int):
+def test_only_the_owner_can_read_files_under_any_umask(tmp_path: Path, umask: int):
     assert headway_in(tmp_path, *RUN, umask=umask).returncode == 0
     assert headway_in(tmp_path, "results", "ads", "--output", "results.csv", umask=umask).returncode == 0
     made = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir() if path.is_file()}
@@ -213,9 +213,7 @@ def test_whatever_the_umask_is_files_are_their_owners_alone(tmp_path: Path, umas
 
 @pytest.mark.parametrize("job", [(), ("--job", "ads")], ids=["unnamed", "named"])
 @pytest.mark.parametrize("option", ["--items", "--output"])
-def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_written(
-    tmp_path: Path, job: tuple[str, ...], option: str
-):
+def test_a_file_name_that_is_not_utf_8_is_refused_before_any_write(tmp_path: Path, job: tuple[str, ...], option: str):
     name = b"caf\xe9.jsonl"
     with open(os.path.join(os.fsencode(tmp_path), name), "w", encoding="utf-8") as file:
         file.write("1\n")
@@ -228,7 +226,7 @@ def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_written(
     assert not (tmp_path / "headway.db").exists()
 
 
-def test_the_package_has_every_file_that_is_no_python_too():
+def test_the_package_contains_every_file_that_is_not_python():
     """What the wheel takes is the package's directory; nothing may be left out by a rule of Git."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/headway"]}

@@ -47,7 +47,7 @@ def run(toy: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_noticed_change_is_killed_an_unnoticed_one_is_told_with_its_reason(toy: Path):
+def test_a_noticed_change_is_killed_and_a_survivor_is_reported_with_its_reason(toy: Path):
     write(toy, KILLED, SURVIVES, EXPLAINED)
     code, told = run(toy)
     assert code == 1
@@ -105,7 +105,7 @@ def test_mutants_can_be_chosen_by_room_and_by_text(toy: Path):
     assert run(toy, "--check")[0] == 0
 
 
-def test_a_named_test_that_is_not_there_is_said_without_running_any(toy: Path):
+def test_a_missing_test_is_reported_before_any_test_runs(toy: Path):
     write(toy, KILLED, test="tests/test_toy.py::test_thrice")
     code, told = run(toy, "--check")
     assert code == 1

@@ -28,7 +28,7 @@ def test_every_item_is_claimed_once_and_recorded_once(workers: int, item: float,
     assert (found.claimed, found.recorded, found.left) == (items, items, 0)
 
 
-def test_what_is_not_recorded_at_the_end_is_claimed_or_left():
+def test_items_without_an_outcome_at_the_end_are_claimed_or_untried():
     found = simulate(50, 0.02, items=100_000, seconds=3.0)
     assert found.claimed + found.left == 100_000
     assert 0 < found.recorded <= found.claimed

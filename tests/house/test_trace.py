@@ -65,7 +65,7 @@ class TestGroup:
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_the_results_say_what_became_of_every_test_that_ran(tmp_path: Path, workers: list[str]):
+def test_the_results_list_the_outcome_of_every_test_that_ran(tmp_path: Path, workers: list[str]):
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "__init__.py", "services"):
         (tmp_path / "tests" / name).symlink_to(ROOT / "tests" / name)
@@ -225,13 +225,13 @@ def test_a_requirement_whose_only_test_did_not_pass_is_unproved(tmp_path: Path, 
     assert len(told) == 3, "a requirement of an open part may wait"
 
 
-def test_a_mark_that_names_nothing_is_told(tmp_path: Path):
+def test_a_mark_without_a_requirement_is_reported(tmp_path: Path):
     assert "not in docs/internals/requirements.md: S9-99, claimed by a" in found(
         tmp_path, [result("a", "passed", "S9-99")]
     )
 
 
-def test_a_test_too_by_another_of_its_name_is_told(tmp_path: Path):
+def test_a_test_replaced_by_another_of_its_name_is_reported(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     group = "class TestB:\n    def test_c(self): pass\n    async def test_c(self): pass\n"
     source = f"def test_a(): pass\ndef helper(): pass\ndef helper(): pass\n{group}def test_a(): pass\n"

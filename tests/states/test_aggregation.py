@@ -167,7 +167,7 @@ def test_expected_tags_make_a_task_that_reported_only_some_of_them_not_started()
 
 @pytest.mark.req("S1-04", "S1-22")
 @given(st.dictionaries(st.tuples(st.integers(0, 2), st.sampled_from("abc")), st.integers(-3, 3), max_size=9))
-def test_the_answer_is_the_minimum_of_what_was_reported_and_0_for_who_did_not(reports: dict[tuple[int, str], int]):
+def test_the_lowest_status_counts_unreported_tasks_as_0(reports: dict[tuple[int, str], int]):
     manager = job(*[(task, tag, status) for (task, tag), status in reports.items()])
     silent = {0, 1, 2} - {task for task, _ in reports}
     assert manager.get_state().status == min([*reports.values(), *[0 for _ in silent]])
@@ -240,7 +240,7 @@ def test_waiting_ends_at_once_when_a_task_reports_an_error_unless_it_may_be_trie
     assert manager.wait_for("a", timeout=20, ignore_errors=True).finished
 
 
-def test_a_task_in_a_warning_is_as_far_as_it_was():
+def test_a_task_with_a_warning_keeps_its_progress():
     manager = job((0, "a", 50), (1, "a", 60), (2, "a", 70))
     manager.set_warning("slow", "a")
     manager.wait_for("a", 50, timeout=1)

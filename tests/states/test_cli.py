@@ -65,7 +65,7 @@ def test_json_has_stable_keys_and_scopes_narrow_it(managers: list[Manager], head
 
 
 @pytest.mark.req("S1-63")
-def test_following_shows_what_stands_and_then_every_change_of_all_tasks_and_tags(
+def test_following_shows_current_states_and_then_every_change(
     managers: list[Manager], spawn_cli: Callable[..., subprocess.Popen[str]]
 ):
     managers[0].set_started("ingest")
@@ -105,7 +105,7 @@ def test_waiting_ends_with_3_at_an_error_and_with_1_when_it_takes_too_long(manag
     assert "Task 1 reported an error for 'ingest': broken" in failed.stderr
 
 
-def test_what_is_not_there_or_not_understood_says_so(managers: list[Manager], headway_cli: Run, tmp_path: Path):
+def test_unknown_jobs_and_invalid_options_are_reported(managers: list[Manager], headway_cli: Run, tmp_path: Path):
     missing = headway_cli("states", "nothing")
     assert missing.returncode == 2
     assert "no job 'nothing'" in missing.stderr

@@ -55,7 +55,7 @@ def test_a_state_comes_back_the_same_in_another_store(place: Place):
 
 
 @pytest.mark.req("S1-09")
-def test_the_timestamp_is_the_stores_and_utc_whatever_the_client_says(store: LiveStore):
+def test_the_timestamp_comes_from_the_store_and_is_utc(store: LiveStore):
     lie = datetime(2000, 1, 1, tzinfo=UTC)
     before = datetime.now(UTC)
     stored = store.set_state(State("job", 0, "a", timestamp=lie))
@@ -82,7 +82,7 @@ def test_writing_again_with_the_stored_event_id_changes_nothing(store: LiveStore
 
 
 @pytest.mark.req("S1-54")
-def test_a_write_without_an_event_id_gets_one_of_its_own(store: LiveStore):
+def test_a_write_without_an_event_id_gets_a_new_one(store: LiveStore):
     ids = {store.set_state(State("job", 0, "a")).event_id for _ in range(3)}
     assert len(ids) == 3
     assert "" not in ids
@@ -97,14 +97,14 @@ def test_a_payload_that_is_changed_after_the_write_does_not_change_the_state(sto
 
 
 @pytest.mark.req("S1-19", "S1-24")
-def test_what_nobody_reported_is_status_0_and_is_in_no_list(store: LiveStore):
+def test_an_unreported_state_has_status_0_and_is_in_no_list(store: LiveStore):
     assert store.get_state(2, "never") == State("job", 2, "never", 0)
     assert store.list_all_states() == []
     assert store.list_states_for_tag("never") == []
 
 
 @pytest.mark.req("S1-10")
-def test_lists_hold_what_exists(store: LiveStore):
+def test_lists_contain_the_existing_states(store: LiveStore):
     for task, tag in [(0, "a"), (1, "a"), (1, "b")]:
         store.set_state(State("job", task, tag))
     assert {state.key for state in store.list_all_states()} == {(0, "a"), (1, "a"), (1, "b")}
@@ -220,7 +220,7 @@ def test_a_tombstone_stops_writers_and_newcomers_but_not_readers(place: Place):
 
 
 @pytest.mark.stores(SHARED)
-def test_writing_to_a_job_that_was_deleted_says_so(place: Place):
+def test_writing_to_a_deleted_job_raises(place: Place):
     store = place.open()
     states.delete_job(place.url, "job")
     with pytest.raises(NotFound, match="'job' is no longer in this store"):
@@ -229,7 +229,7 @@ def test_writing_to_a_job_that_was_deleted_says_so(place: Place):
 
 @pytest.mark.req("S1-06")
 @pytest.mark.stores(SHARED)
-def test_only_task_0_changes_the_job_and_the_others_are_not_told_off(place: Place):
+def test_only_task_0_deletes_the_job_and_others_do_nothing(place: Place):
     first, second = place.manager(0), place.manager(1)
     assert second.mark_job_deleted() is False
     assert second.delete_job() is False
@@ -344,7 +344,7 @@ class LookedAt(datetime):
 @pytest.mark.parametrize(
     "reported", [State("job", 0, "a", 5), State("job", 1, "b", STARTED), State("job", 1, "a", FINISHED)]
 )
-def test_a_job_that_is_written_to_after_purge_looked_at_it_stays(place: Place, reported: State):
+def test_a_job_written_to_after_purge_read_it_stays(place: Place, reported: State):
     store = place.open("job", 2)
     for task in range(2):
         store.set_state(State("job", task, "a", FINISHED))
@@ -412,7 +412,7 @@ def test_without_history_asking_for_it_is_refused(managers: list[Manager]):
 
 
 @pytest.mark.req("S1-23", "S1-24", "S1-25", "S1-26", "S1-27", "S1-11")
-def test_what_stands_comes_first_oldest_first_then_one_sentinel_then_what_happens(managers: list[Manager]):
+def test_a_subscription_yields_current_states_a_sentinel_and_changes(managers: list[Manager]):
     keys = [(task, tag) for task in range(2) for tag in ("a", "b", "c")]
     random.Random(7).shuffle(keys)
     for task, tag in keys:
@@ -470,7 +470,7 @@ def test_each_scope_sees_its_own_keys_and_no_others(managers: list[Manager]):
 
 @pytest.mark.req("S1-42", "S1-33")
 @pytest.mark.stores(SHARED)
-def test_a_subscriber_hears_what_another_store_writes_in_order(place: Place):
+def test_a_subscriber_gets_writes_of_another_store_in_order(place: Place):
     here, there = place.manager(0), place.manager(1)
     with here.subscribe() as subscription:
         assert replayed(subscription) == []
@@ -648,7 +648,7 @@ def test_a_listener_behind_the_end_of_the_log_lists_again_and_misses_nothing(
 
 
 @pytest.mark.req("S1-54")
-def test_another_state_under_a_stored_event_id_is_not_written_and_the_log_says_so(
+def test_another_state_under_a_stored_event_id_is_refused_and_logged(
     store: LiveStore, caplog: pytest.LogCaptureFixture
 ):
     first = store.set_state(State("job", 0, "a", 5, "once", event_id="e-1"))
@@ -660,7 +660,7 @@ def test_another_state_under_a_stored_event_id_is_not_written_and_the_log_says_s
 
 @pytest.mark.req("S1-54")
 @pytest.mark.stores(ISOLATING)
-def test_the_last_event_of_each_recent_writer_is_recognised_whoever_wrote_since(place: Place):
+def test_the_last_event_of_each_recent_writer_is_recognised(place: Place):
     stores = [place.open() for _ in range(4)]
     firsts = [store.set_state(State("job", 0, "a", n, event_id=f"e.{n}")) for n, store in enumerate(stores)]
     for _ in range(2):
@@ -673,7 +673,7 @@ def test_the_last_event_of_each_recent_writer_is_recognised_whoever_wrote_since(
 
 
 @pytest.mark.stores(("sqlite", "postgresql", "redis"))
-def test_what_is_remembered_of_writers_stays_small_however_many_there_are(place: Place):
+def test_the_record_of_recent_writers_stays_small(place: Place):
     store = place.open()
     for number in range(60):
         store._writer = f"writer{number:06d}"  # as if it were another process
@@ -690,7 +690,7 @@ def test_what_is_remembered_of_writers_stays_small_however_many_there_are(place:
     assert 500 < len(kept) < 1_100
 
 
-def test_a_subscription_that_is_dropped_is_gone_and_what_waited_in_it_is_counted(place: Place):
+def test_a_dropped_subscription_is_closed_and_its_unread_events_are_counted(place: Place):
     store = place.open()
     manager = Manager("job", 0, 3, store)
     before = metrics.value("headway_states_dropped")
@@ -730,7 +730,7 @@ def test_a_subscription_whose_accepts_raises_ends_alone(place: Place):
     assert store.subscribers == 1
 
 
-def test_a_listing_that_was_under_way_does_not_take_back_what_was_written_meanwhile(place: Place):
+def test_a_listing_does_not_revert_a_write_made_meanwhile(place: Place):
     store = place.open()
     store.set_state(State("job", 0, "old", 1))
     reading, may_end = threading.Event(), threading.Event()

@@ -74,7 +74,7 @@ def test_a_late_writer_of_a_deleted_job_cannot_write_into_the_one_made_after_it(
 
 @pytest.mark.req("S1-40", "S1-61")
 @pytest.mark.stores(SHARED)
-def test_subscribers_of_a_deleted_job_are_told_and_nothing_is_answered_from_memory(place: Place):
+def test_a_deleted_job_ends_subscriptions_and_cached_reads(place: Place):
     store = place.open()
     store.set_state(State("job", 0, "a", 1))
     subscriptions = [store.subscribe(), Manager("job", 1, 3, store).subscribe(tag="b")]
@@ -130,7 +130,7 @@ def test_the_first_change_of_a_job_made_again_is_not_taken_for_the_next_of_the_o
 
 
 @pytest.mark.stores(SHARED)
-def test_a_barrier_does_not_keep_what_was_reached_in_a_job_that_is_gone(place: Place):
+def test_a_barrier_forgets_the_progress_of_a_deleted_job(place: Place):
     managers = [place.manager(task) for task in range(3)]
     waiter = place.manager(0)
     outcome: list[Any] = []
@@ -304,7 +304,7 @@ def test_a_store_that_only_writes_is_refused_as_soon_as_its_file_has_lost_its_na
 
 
 @pytest.mark.stores(("sqlite",))
-def test_a_file_that_was_removed_while_the_listener_was_away_is_told_to_those_who_waited_for_it(place: Place):
+def test_waiting_readers_learn_of_a_file_removed_during_a_disconnection(place: Place):
     store = place.open(retry=PERSISTENT)
     subscription = store.subscribe()
     replayed(subscription)
@@ -387,7 +387,7 @@ def write(store: LiveStore, times: int, tag: str = "a") -> State:
     return last
 
 
-def test_a_redis_that_came_back_older_ends_subscriptions_and_its_readers_go_on_with_what_it_has(aged: Aged):
+def test_an_older_redis_ends_subscriptions_and_reads_continue(aged: Aged):
     reader, writer = aged.open(), aged.open()
     write(writer, 5)
     aged.remember()
@@ -450,7 +450,7 @@ def test_a_redis_that_was_restarted_and_lost_nothing_ends_no_subscription(aged: 
     assert [state.version for state in live(subscription)] == [6]
 
 
-def test_a_redis_whose_keys_were_put_back_by_hand_is_noticed_without_a_lost_connection(aged: Aged):
+def test_restored_keys_are_noticed_without_a_lost_connection(aged: Aged):
     reader, writer = aged.open(), aged.open()
     write(writer, 5)
     with aged.server.client(1) as client, Redis(port=aged.server.port, db=1) as raw:
@@ -535,7 +535,7 @@ def test_waiting_and_following_on_the_command_line_end_when_the_job_is_deleted(p
         assert "in this store" in process.stderr.read()
 
 
-def test_following_on_the_command_line_goes_on_when_the_store_went_back(aged: Aged, spawn_cli: Any):
+def test_following_continues_after_a_restored_store(aged: Aged, spawn_cli: Any):
     writer = aged.open()
     write(writer, 5)
     aged.remember()

@@ -144,7 +144,7 @@ def test_the_time_of_a_state_is_the_one_at_which_the_service_took_it(place: Plac
 
 
 @pytest.mark.req("S1-64")
-def test_a_document_of_a_newer_schema_is_read_and_what_is_not_known_is_left_alone(place: Place, client: Any):
+def test_unknown_fields_of_a_newer_document_are_kept(place: Place, client: Any):
     store = place.open()
     newer = {
         "taskID": 1, "tag": "a", "status": 5, "message": "", "version": 3, "schemaVersion": 2,
@@ -175,7 +175,7 @@ def test_everything_is_read_once_at_the_beginning_and_reading_then_costs_no_call
 
 
 @pytest.mark.req("S1-43", "S1-44")
-def test_one_stream_listens_from_the_beginning_whatever_the_number_of_subscribers(place: Place, counter: CallCounter):
+def test_one_stream_listens_for_any_number_of_subscribers(place: Place, counter: CallCounter):
     store = place.open(retry=PERSISTENT)
     eventually(lambda: counter.open_streams["Listen"] == 1, 60)  # before anybody has read or subscribed
     subscriptions = [Manager("job", task % 3, 3, store).subscribe(tag=f"t{task % 7}") for task in range(100)]
@@ -259,7 +259,7 @@ def test_while_the_service_is_away_the_listener_waits_and_does_not_spin(
     ],
     ids=["no fields", "task", "status", "another key's"],
 )
-def test_a_document_that_is_no_state_costs_itself_only(
+def test_an_invalid_document_affects_no_other(
     place: Place, client: Any, poison: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     store = place.open()
@@ -407,7 +407,7 @@ def test_after_giving_up_a_document_that_was_made_again_is_read_as_it_is(
 
 
 @pytest.mark.req("S1-53", "S1-54")
-def test_a_write_whose_answer_was_lost_is_recognised_although_somebody_else_wrote_in_between(
+def test_a_write_with_a_lost_answer_is_recognised_despite_another_writer(
     place: Place, counter: CallCounter, client: Any, monkeypatch: pytest.MonkeyPatch
 ):
     store, other = place.open(), place.open()

@@ -91,7 +91,7 @@ def drain(subscription: Subscription, key: tuple[int, str], version: int) -> lis
 
 @pytest.mark.req("S1-46", "S1-51", "S1-69")
 @pytest.mark.stores(NETWORKED)
-def test_what_was_written_while_it_was_cut_off_is_heard_after_the_reconnect_once(line: Line):
+def test_changes_during_a_disconnection_arrive_once_after_the_reconnect(line: Line):
     far, near = line.open(retry=PERSISTENT), line.direct()
     near.set_state(State("job", 1, "a"))
     subscription = far.subscribe()
@@ -147,7 +147,7 @@ def test_a_thousand_disconnects_leave_every_subscriber_at_the_last_version_with_
 
 @pytest.mark.req("S1-45", "S1-47", "S1-48")
 @pytest.mark.stores(NETWORKED)
-def test_cut_off_for_good_it_waits_longer_each_time_then_says_so_and_closes_every_subscription(
+def test_a_permanent_disconnection_backs_off_and_then_ends_every_subscription(
     line: Line, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.WARNING, "headway.states")
@@ -272,7 +272,7 @@ def test_a_write_whose_answer_was_lost_is_stored_once(line: Line):
 
 @pytest.mark.req("S1-53", "S1-54", "S1-50")
 @pytest.mark.stores(("postgresql", "redis"))
-def test_a_write_whose_answer_was_lost_is_stored_once_also_when_somebody_else_wrote_in_between(line: Line):
+def test_a_write_with_a_lost_answer_is_stored_once_despite_another_writer(line: Line):
     far, near = line.open(retry=PERSISTENT), line.direct()
     far._backend.write_policy = RetryPolicy(retries=200, base=0.05, cap=0.05)
     far.set_state(State("job", 0, "a", 1))
@@ -337,7 +337,7 @@ def test_a_wrong_password_is_not_tried_again(redis_factory: Any):
 
 
 @pytest.mark.stores(("postgresql",))
-def test_a_listener_whose_backend_stands_still_connects_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_listener_of_a_hanging_backend_reconnects(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headway.states.store.sql.HEARTBEAT", 0.2)
     monkeypatch.setattr("headway.states.store.postgres.PING_SECONDS", 0.5)
     store = place.open(retry=PERSISTENT)
@@ -416,7 +416,7 @@ def test_a_process_with_thousands_of_open_descriptors_can_listen(place: Place):
 
 
 @pytest.mark.parametrize("place", ["sqlite", "postgresql"], indirect=True)
-def test_reading_on_from_a_long_log_looks_at_the_new_entries_only(place: Place):
+def test_continuing_a_long_log_reads_the_new_entries_only(place: Place):
     """Also before the database has statistics: there is one index, so it cannot choose another."""
     store = place.open()
     store.set_state(State("job", 0, "a", 1))
@@ -499,7 +499,7 @@ def test_a_connection_that_is_open_but_dead_is_noticed_without_an_error_from_bel
     eventually(lambda: store.fresh, 30)
 
 
-def test_the_silence_of_a_listener_is_at_most_ten_seconds_and_a_wipe_is_told_within_five():
+def test_a_silent_listener_is_noticed_in_ten_seconds_and_a_wipe_in_five():
     """Tests shorten these limits; here are the limits as they are."""
     from headway.states.store import firestore, firestore_listener, postgres, redis, sql
 
@@ -575,7 +575,7 @@ def test_writes_that_a_signal_handler_interrupts_anywhere_leave_no_connection_ha
 
 
 @pytest.mark.stores(("sqlite", "redis"))
-def test_a_subscriber_that_raises_one_that_is_slow_and_one_that_is_cancelled_harm_nobody(place: Place):
+def test_raising_slow_and_cancelled_subscribers_do_not_affect_others(place: Place):
     store, writer = place.open(), place.open()
     good, slow, cancelled = store.subscribe(), store.subscribe(depth=4), store.subscribe()
 
@@ -628,7 +628,7 @@ def test_ten_thousand_subscribers_of_one_process_all_end_at_the_last_version_on_
     assert connections <= 6
 
 
-def test_a_redis_that_begins_to_evict_while_it_is_used_is_said_once(
+def test_a_redis_that_begins_to_evict_is_reported_once(
     redis_factory: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("headway._redis.EvictionWatch.pace", 0.0)

@@ -134,7 +134,7 @@ def test_a_subscriber_hears_another_process(place: Place, spawn: Spawn):
 
 
 @pytest.mark.stores(ISOLATING)
-def test_what_a_killed_process_was_told_is_stored_is_stored_and_its_successor_goes_on(place: Place, spawn: Spawn):
+def test_acknowledged_states_of_a_killed_process_are_stored(place: Place, spawn: Spawn):
     store = place.open()
     acknowledged = 0
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_what_a_killed_process_was_told_is_stored_is_stored_and_its_successor_go
     assert store.set_state(State("job", 1, "a")).version >= acknowledged + 1
 
 
-def test_after_a_fork_the_child_is_told_to_open_a_store_of_its_own_and_the_parents_goes_on(place: Place):
+def test_a_forked_child_must_open_its_own_store(place: Place):
     # In a process of its own: gRPC, which other tests here have loaded, does not like to be forked at all.
     command = [sys.executable, "-c", FORKING, place.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -231,7 +231,7 @@ def test_a_write_of_one_key_that_takes_long_holds_up_that_key_and_no_other(place
 
 
 @pytest.mark.req("S1-55")
-def test_there_is_no_limit_on_concurrent_writes_unless_one_is_asked_for(place: Place):
+def test_concurrent_writes_are_unlimited_by_default(place: Place):
     def most_at_once(**options: Any) -> int:
         store = place.open(**options) if place.kind != "memory" else place.open("job", 3, **options)
         now, most, lock, gate = 0, 0, threading.Lock(), threading.Barrier(6)

@@ -73,7 +73,7 @@ def test_who_subscribes_while_the_store_is_closed_is_refused_or_hears_the_end(at
 
 @pytest.mark.req("S1-47")
 @pytest.mark.parametrize("at", [1, 2])
-def test_who_subscribes_while_the_listener_gives_up_is_told_so(redis_server: RedisServer, at: int):
+def test_a_subscriber_learns_that_the_listener_gave_up_meanwhile(redis_server: RedisServer, at: int):
     store: LiveStore
 
     def away() -> None:
@@ -94,7 +94,7 @@ def test_who_subscribes_while_the_listener_gives_up_is_told_so(redis_server: Red
     assert isinstance(end_of(subscription), Unavailable)
 
 
-def test_who_subscribes_again_before_the_listener_has_ended_the_others_hears_what_comes(
+def test_a_new_subscriber_beside_an_ending_listener_gets_changes(
     redis_server: RedisServer, tcp_proxy: Callable[[int], TcpProxy]
 ):
     proxy = tcp_proxy(redis_server.port)
@@ -131,9 +131,7 @@ def test_who_subscribes_again_before_the_listener_has_ended_the_others_hears_wha
 
 @pytest.mark.stores(("memory", "redis"))
 @pytest.mark.parametrize("which", [0, 1])
-def test_what_a_subscription_accepts_may_close_it_or_another_and_costs_nobody_else(
-    place: Place, which: int, caplog: pytest.LogCaptureFixture
-):
+def test_an_accepts_callback_may_close_any_subscription(place: Place, which: int, caplog: pytest.LogCaptureFixture):
     store = place.open()
     subscriptions: list[Subscription] = []
 
@@ -153,9 +151,7 @@ def test_what_a_subscription_accepts_may_close_it_or_another_and_costs_nobody_el
 
 
 @pytest.mark.stores(("memory", "redis"))
-def test_what_a_subscription_accepts_may_subscribe_too_and_costs_nobody_else(
-    place: Place, caplog: pytest.LogCaptureFixture
-):
+def test_an_accepts_callback_may_subscribe(place: Place, caplog: pytest.LogCaptureFixture):
     store = place.open()
     later: list[Subscription] = []
 
@@ -177,7 +173,7 @@ def test_what_a_subscription_accepts_may_subscribe_too_and_costs_nobody_else(
     assert "lost its store" not in caplog.text
 
 
-def test_a_waker_that_was_closed_writes_into_nobody_elses_file(postgres_url: str):
+def test_a_closed_waker_does_not_write_to_a_reused_descriptor(postgres_url: str):
     with connect(postgres_url) as database:
         waker = NotificationWaker(database, JobRecord("job", 1, None, "incarnation"))
         waker.wake()

@@ -60,7 +60,7 @@ def test_replay_goes_by_time_and_states_of_one_commit_by_task_and_tag():
 
 
 @pytest.mark.req("S1-51")
-def test_only_a_version_that_grew_is_told():
+def test_only_a_higher_version_is_delivered():
     subscription = started(state(4))
     for version in (4, 3, 5, 5, 4, 7, 6):
         subscription.offer(state(version))
@@ -72,9 +72,7 @@ def test_only_a_version_that_grew_is_told():
 
 @pytest.mark.req("S1-51")
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), max_size=60), st.integers(0, 60))
-def test_however_often_and_in_whatever_order_it_is_told_a_reader_sees_growing_versions_up_to_the_last(
-    offers: list[tuple[str, int]], split: int
-):
+def test_a_reader_sees_growing_versions_whatever_the_order_of_offers(offers: list[tuple[str, int]], split: int):
     subscription = Subscription(depth=4)
     standing: dict[str, State] = {}
     for tag, version in offers[:split]:
@@ -102,7 +100,7 @@ def test_a_clock_that_jumps_back_changes_nothing_order_is_by_version():
     assert [found.version for found in live(subscription, 2)] == [5, 6]
 
 
-def test_what_was_offered_before_the_start_is_news_and_not_told_twice():
+def test_a_change_offered_before_the_start_is_delivered_once():
     subscription = Subscription()
     subscription.offer(state(5))
     subscription.start([state(5), state(2, "b")])
@@ -119,7 +117,7 @@ def test_a_key_that_was_removed_begins_again_at_version_1():
 
 
 @pytest.mark.req("S1-29")
-def test_four_events_wait_for_a_reader_who_is_not_there_and_less_cannot_be_asked_for():
+def test_at_least_four_events_are_buffered():
     subscription = started(depth=4, overflow="close")
     for version in range(1, 5):
         subscription.offer(state(version))
@@ -213,7 +211,7 @@ def test_a_reader_may_ask_to_be_closed_with_an_error_instead():
 
 
 @pytest.mark.req("S1-28")
-def test_closing_drops_what_waits_and_counts_it():
+def test_closing_drops_and_counts_unread_events():
     dropped = metrics.value("headway_states_dropped")
     subscription = started(state(1), state(1, "b"), depth=4)
     for version in range(2, 12):
@@ -250,7 +248,7 @@ def test_iteration_with_a_time_limit_says_that_nothing_came():
     assert next(subscription).state == state(1)
 
 
-def test_ended_with_an_error_it_gives_what_waits_and_then_the_error():
+def test_an_ended_subscription_returns_buffered_events_and_then_the_error():
     subscription = started(state(1))
     subscription.offer(state(2))
     subscription.end(Unavailable("gone"))
@@ -284,7 +282,7 @@ def test_offers_from_many_threads_reach_a_reader_once_each_and_in_order():
     assert all(versions == list(range(1, 201)) for versions in told.values())
 
 
-def test_the_newest_of_a_key_says_how_many_it_stands_for_and_the_log_says_that_a_reader_is_slow(
+def test_the_newest_state_counts_replaced_ones_and_a_slow_reader_is_logged(
     caplog: pytest.LogCaptureFixture,
 ):
     subscription = started(depth=4, overflow="latest")
@@ -295,7 +293,7 @@ def test_the_newest_of_a_key_says_how_many_it_stands_for_and_the_log_says_that_a
     assert ["too slow" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_what_a_subscription_accepts_may_raise_and_costs_that_subscription_only():
+def test_an_accepts_callback_that_raises_ends_its_subscription_only():
     def picky(found: State) -> bool:
         if found.version == 2:
             raise KeyError("not my day")
@@ -369,7 +367,7 @@ def test_async_iteration_has_the_same_time_limit_and_may_be_cancelled():
     asyncio.run(read())
 
 
-def test_two_hundred_coroutines_wait_at_once_and_an_ended_loop_hurts_nobody():
+def test_two_hundred_coroutines_wait_at_once_and_an_ended_loop_does_no_harm():
     subscriptions = [started() for _ in range(200)]
 
     async def one(subscription: Subscription) -> int:

@@ -90,7 +90,7 @@ def test_a_job_has_at_least_one_task_and_a_whole_number_of_them(num_tasks: Any, 
 
 
 @pytest.mark.req("S1-59")
-def test_an_address_that_is_no_store_is_refused_with_the_forms_there_are():
+def test_an_invalid_address_is_refused_with_the_supported_forms():
     with pytest.raises(InvalidInput) as caught:
         open_store("mysql://u:hunter22@h/db", "job", 1)
     assert "firestore://PROJECT" in caught.value.hint
@@ -161,7 +161,7 @@ def test_an_enumeration_as_job_and_number_of_tasks_is_the_same_job(place: Place)
     [10**5000, -(10**5000), Phase(5), object(), "x" * 10_000],
     ids=["huge", "tiny", "enumeration", "object", "text"],
 )
-def test_what_is_refused_is_refused_at_once_and_in_few_words(value: Any):
+def test_a_refusal_is_immediate_and_short(value: Any):
     for state in (State("job", value, "a"), State("job", 0, "a", value), State("job", 0, "a", schema_version=value)):
         if isinstance(value, Phase) and state.task_id == 0:
             continue  # a number like any other
@@ -212,7 +212,7 @@ payloads = st.dictionaries(st.from_regex(r"[a-zA-Z.*/ é-]{1,8}", fullmatch=True
     message=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40),
     tag=st.from_regex(r"[A-Za-z0-9.-]{3,20}", fullmatch=True),
 )
-def test_whatever_passes_the_edge_comes_back_from_every_store(
+def test_every_accepted_state_is_returned_by_every_store(
     store: LiveStore, payload: Any, status: int, message: str, tag: str
 ):
     stored = store.set_state(State("job", 0, tag, status, message, payload=payload))
@@ -224,7 +224,7 @@ def test_whatever_passes_the_edge_comes_back_from_every_store(
 
 @settings(max_examples=300)
 @given(text=st.text())
-def test_text_is_accepted_or_refused_by_one_rule_wherever_it_stands(text: str):
+def test_one_rule_decides_on_text_in_every_field(text: str):
     clean = "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
     for state in (State("job", 0, "a", message=text), State("job", 0, "a", payload={"t": text})):
         if clean:

@@ -25,7 +25,7 @@ def test_an_event_id_that_is_a_number_is_not_taken_for_a_version_that_another_wr
 @pytest.mark.req("S1-54")
 @pytest.mark.timeout(60)
 @pytest.mark.stores(("sqlite", "postgresql", "redis"))
-def test_what_is_remembered_of_writers_is_cut_between_two_of_them_and_never_within_one(place: Place):
+def test_the_record_of_writers_is_cut_between_entries(place: Place):
     store = place.open()
     versions = set()
     for length in range(20, 70):  # somewhere among these the limit falls on each character of the oldest one
