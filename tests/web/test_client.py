@@ -67,7 +67,8 @@ ASKED: dict[str, tuple[object, ...]] = {
     "jobs": (), "job": ("ads",), "runs": ("ads",), "items": ("ads",), "item": ("ads", "44"), "log_page": ("ads",),
     "dead": (), "dead_items": ("ads",), "dead_letters": ("ads",), "tasks": (), "task": ("t-failed",),
     "workers": (), "states_jobs": (), "states": ("nightly",), "relay": (), "activity": (), "audit": (),
-    "projects": (), "item_map": ("ads",), "task_causes": (), "rq_causes": (), "performance": (),
+    "projects": (), "item_map": ("ads",), "task_causes": (), "rq_causes": (), "performance": (), "causes": (),
+    "search": ("44",), "oldest_tasks": ("normal",),
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from headway.core.ids import UserId
-    from headway.views.failed import RqCauses, TaskCauses
+    from headway.views.failed import CauseGroups, RqCauses, TaskCauses
+    from headway.views.history import Marks
     from headway.views.jobs.dead import Dead, DeadItems, DeadLetters
     from headway.views.jobs.items import Items, ItemSheet, JobLog, LogEntry
     from headway.views.jobs.job import DeadLetter, JobSheet, Runs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from headway.views.jobs.map import JobMap
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
+    from headway.views.search import FailuresByHost, Found
     from headway.views.states import States, StatesJobs
     from headway.views.system.access import Acted, Activity
     from headway.views.system.alerts import Alerts
@@ -236,6 +238,36 @@ class Client:
         from headway.views.system.performance import Performances
 
         return parse(Performances, self._connection.get("/performance", range=range))
+
+    def causes(self, *, limit: int = 50) -> CauseGroups:
+        """Return the causes of dead letters, grouped over all jobs."""
+        from headway.views.failed import CauseGroups
+
+        return parse(CauseGroups, self._connection.get("/causes", limit=limit))
+
+    def oldest_tasks(self, queue: str, *, limit: int = 50) -> Tasks:
+        """Return the tasks of a queue that have waited for longest, oldest first."""
+        from headway.views.queue import Tasks
+
+        return parse(Tasks, self._connection.get(f"/queues/{part(queue)}/oldest", limit=limit))
+
+    def search(self, text: str) -> Found:
+        """Return what a text finds: jobs, items, tasks, users, workers and causes."""
+        from headway.views.search import Found
+
+        return parse(Found, self._connection.get("/search", q=text))
+
+    def failures_by_host(self, *, seconds: float = 3600.0) -> FailuresByHost:
+        """Return the failed attempts of the last ``seconds`` by machine."""
+        from headway.views.search import FailuresByHost
+
+        return parse(FailuresByHost, self._connection.get("/failures-by-host", seconds=seconds))
+
+    def marks(self, *, seconds: float = 86_400.0, job: str | None = None) -> Marks:
+        """Return what happened in the last ``seconds``, in one job or everywhere."""
+        from headway.views.history import Marks
+
+        return parse(Marks, self._connection.get("/marks", seconds=seconds, job=job))
 
     # ---- projects, states, the server ---------------------------------------------------------------------------------
 

@@ -256,6 +256,14 @@ def count_dead(reader: Reader) -> int:
         return jobs.dead_letters_in_all(tx) + tasks.failed_in_all(tx)
 
 
+def count_failed_tasks(database: Database) -> int:
+    """Count the tasks that failed permanently."""
+    from headway.queue.store import statistics
+
+    with database.read() as tx:
+        return statistics.failed_in_all(tx)
+
+
 def read_failed_ids(
     database: Database, *, cause: int | None = None, after: int = 0, limit: int = 200
 ) -> list[tuple[int, str]]:

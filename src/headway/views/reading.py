@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from headway.core.retry import RetryPolicy
     from headway.ledger import Job, Ledger
     from headway.queue.task_queue import TaskQueue
-    from headway.views.failed import RqCauses, TaskCauses
+    from headway.views.failed import CauseGroups, RqCauses, TaskCauses
+    from headway.views.history import Marks
     from headway.views.jobs.dead import Dead, DeadItems, DeadLetters
     from headway.views.jobs.items import Items, ItemSheet, JobLog, LogEntry
     from headway.views.jobs.job import DeadLetter, JobSheet, Runs
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from headway.views.jobs.map import JobMap
     from headway.views.projects import ProjectProgress, Projects
     from headway.views.queue import Queues, QueueSettings, Tasks, TaskSheet, Workers
+    from headway.views.search import FailuresByHost, Found
     from headway.views.states import States, StatesJobs
     from headway.views.system.access import Activity
     from headway.views.system.alerts import Alerts
@@ -200,6 +202,12 @@ class Reader:
 
         return read_tasks(self.queue, status=status, name=queue, kind=kind, user_id=user_id, before=before, limit=limit)
 
+    def oldest_tasks(self, queue: str, *, limit: int = 50) -> Tasks:
+        """Return the tasks of a queue that have waited for longest, oldest first."""
+        from headway.views.queue import read_oldest
+
+        return read_oldest(self.queue, queue, limit=limit)
+
     def task(self, id: str, *, user_id: str | None = None) -> TaskSheet:
         """Return a task. With ``user_id``, another user's task is `NotFound`, and tracebacks are left out."""
         from headway.views.queue import read_task
@@ -219,6 +227,12 @@ class Reader:
 
         return read_failed_tasks(self.database, limit=limit)
 
+    def causes(self, *, limit: int = 50) -> CauseGroups:
+        """Return the causes of dead letters, grouped over all jobs."""
+        from headway.views.failed import read_all_causes
+
+        return read_all_causes(self.database, limit=limit)
+
     def rq_causes(self) -> RqCauses:
         """Return why jobs failed in the RQ deployment that the watcher follows."""
         from headway.views.failed import read_rq_causes
@@ -229,6 +243,26 @@ class Reader:
         from headway.views.system.performance import read_performances
 
         return read_performances(self.database, range)
+
+    # ---- search ------------------------------------------------------------------------------------------------------
+
+    def search(self, text: str) -> Found:
+        """Return what a text finds: jobs, items, tasks, users, workers and causes."""
+        from headway.views.search import read_search
+
+        return read_search(self.database, text)
+
+    def failures_by_host(self, *, seconds: float = 3600.0) -> FailuresByHost:
+        """Return the failed attempts of the last ``seconds`` by machine."""
+        from headway.views.search import read_failures_by_host
+
+        return read_failures_by_host(self.database, seconds=seconds)
+
+    def marks(self, *, seconds: float = 86_400.0, job: str | None = None) -> Marks:
+        """Return what happened in the last ``seconds``, in one job or everywhere."""
+        from headway.views.history import read_marks
+
+        return read_marks(self.database, self.database.now() - seconds, job=job)
 
     # ---- projects, events --------------------------------------------------------------------------------------------
 

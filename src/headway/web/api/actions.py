@@ -3,7 +3,7 @@
 An action and its audit entry share one transaction, so every change names its actor. An action returns one sentence
 that says what it did.
 
-A form posts to ``/actions/NAME`` and is redirected to the page in its field ``next``, which shows that sentence:
+A form posts to ``/actions/NAME`` and is redirected to its page (`Referer`, or the field ``next``), which shows that sentence:
 
     retry   job [cause] [item ...] [reason]      make dead letters pending; with selected, at least one item is required
     retry   task [reason]                        requeue a failed or cancelled task
@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from starlette.responses import RedirectResponse, Response
 
@@ -427,11 +428,17 @@ def handler(site: Site, access: Access) -> Callable[[Request], Awaitable[Respons
                 raise
             kind, text = "failed", redact(f"{error} {error.hint}".strip())
         root = site.url(request, "")
-        response = RedirectResponse(login.local_path(fields.get("next", "") or f"{root}/"), 303)
+        response = RedirectResponse(login.local_path(fields.get("next", "") or _origin(request) or f"{root}/"), 303)
         access.set_cookie(response, request.scope, "flash", access.flash(kind, text), 60)
         return response
 
     return post
+
+
+def _origin(request: Request) -> str:
+    """Return the path of the page that contains the form; empty if the browser does not tell it."""
+    page = urlsplit(request.headers.get("referer", ""))
+    return f"{page.path}?{page.query}" if page.query else page.path
 
 
 def _named(fields: Fields, name: str) -> str:

@@ -22,7 +22,7 @@ from headway.views.jobs import dead, items, job
 from headway.views.jobs import listing as jobs
 from headway.views.jobs.map import JobMap
 from headway.views.system import access, alerts, health, performance, records, relay
-from headway.web.api import actions, bulk
+from headway.web.api import actions, bulk, search
 from headway.web.api.problems import Forbidden
 from headway.web.api.routes import Api, encoded, tagged
 from headway.web.site import NAME, Site
@@ -127,6 +127,7 @@ def mount(app: FastAPI, site: Site, progress: Callable[[], AsyncProgress | None]
     _alerts(api)
     _tasks(api)
     _others(api)
+    search.mount(api)
 
 
 def _jobs(api: Api) -> None:

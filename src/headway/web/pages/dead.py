@@ -26,13 +26,15 @@ from headway.views.overview import (
 )
 from headway.views.queue import TaskSheet
 from headway.views.reading import Reader
+from headway.views.search import FailuresByHost
 from headway.views.shape import Absent, plain
 from headway.watcher.failures import FailedJobs, followed, read_failures
 from headway.web.api.problems import Forbidden
 from headway.web.pages.jobs import Frame, frames, whole
 from headway.web.pages.render import HEADERS, Pages
 
-#: Maximum causes whose example is read with its traceback.
+#: Maximum causes on the page, and those whose example is read with its traceback.
+SHOWN = 100
 OPENED = 12
 
 
@@ -46,13 +48,39 @@ class Example(NamedTuple):
     tries: int
 
 
+class Group(NamedTuple):
+    """One cause in its jobs, those with the most dead letters first, with an example."""
+
+    causes: tuple[Cause, ...]
+    example: Example | None
+
+    @property
+    def dead(self) -> int:
+        return sum(cause.dead for cause in self.causes)
+
+    @property
+    def failures(self) -> int:
+        return sum(cause.failures for cause in self.causes)
+
+    @property
+    def first_seen(self) -> datetime:
+        return min(cause.first_seen for cause in self.causes)
+
+    @property
+    def last_seen(self) -> datetime:
+        return max(cause.last_seen for cause in self.causes)
+
+
 class Letters(NamedTuple):
     """The content of the dead letters page."""
 
     at: datetime
-    causes: tuple[tuple[Cause, Example | None], ...]
+    groups: tuple[Group, ...]
+    #: Dead letters by job, in all jobs.
+    jobs: dict[str, int]
     times: Times | None
     tasks: tuple[TaskCause, ...]
+    hosts: FailuresByHost
 
 
 class Foreign(NamedTuple):
@@ -63,13 +91,24 @@ class Foreign(NamedTuple):
     error: str = ""
 
 
-def read_letters(reader: Reader) -> Letters:
-    """Read the dead letters of jobs and of the queue."""
-    causes = read_causes(reader.database)
-    shown = [(cause, _example(reader, cause) if place < OPENED else None) for place, cause in enumerate(causes)]
+def read_letters(reader: Reader, job: str | None = None) -> Letters:
+    """Read the dead letters of jobs, or of one, and of the queue."""
+    every = read_causes(reader.database, limit=None)
+    jobs: dict[str, int] = {}
+    groups: dict[tuple[str, str, str], list[Cause]] = {}
+    for cause in every:
+        jobs[str(cause.job)] = jobs.get(str(cause.job), 0) + cause.dead
+        if job in (None, cause.job):
+            groups.setdefault((cause.type, cause.message, cause.frame), []).append(cause)
+    ordered = sorted(groups.values(), key=lambda group: -sum(cause.dead for cause in group))
+    shown = ordered[:SHOWN]
+    first = [group[0] for group in shown[:OPENED]]
+    examples = [_example(reader, cause) for cause in first]
     return Letters(
-        datetime.fromtimestamp(reader.database.now(), UTC), tuple(shown), read_death_times(reader.database, causes[:OPENED]),
-        read_task_causes(reader.database),
+        datetime.fromtimestamp(reader.database.now(), UTC),
+        tuple(Group(tuple(group), examples[i] if i < OPENED else None) for i, group in enumerate(ordered)), jobs,
+        read_death_times(reader.database, first), read_task_causes(reader.database, limit=1000),
+        reader.failures_by_host(),
     )  # fmt: skip
 
 
@@ -99,16 +138,19 @@ def _example(reader: Reader, cause: Cause) -> Example | None:
 
 async def dead(pages: Pages, request: Request) -> Response:
     """Answer ``/dead``: causes of permanent failures, with their retry actions."""
-    site = pages.site
-    found, foreign = await asyncio.gather(site.view(read_letters, site.reader), site.view(read_foreign, site.reader))
-    items = sum(cause.dead for cause, _ in found.causes)
-    tasks = sum(cause.dead for cause in found.tasks)
-    newest = max((cause for cause, _ in found.causes), key=lambda cause: cause.first_seen, default=None)
+    site, job = pages.site, request.query_params.get("job") or None
+    found, foreign = await asyncio.gather(
+        site.view(read_letters, site.reader, job), site.view(read_foreign, site.reader)
+    )
+    items = sum(group.dead for group in found.groups)
+    tasks = 0 if job else sum(cause.dead for cause in found.tasks)
+    newest = max(found.groups, key=lambda group: group.first_seen, default=None)
     failed = foreign.failed if foreign and foreign.failed else None
     return pages.answer(
-        request, "dead.html", now=found.at, refresh=15, found=found, items=items, tasks=tasks, newest=newest,
-        jobs=sorted({str(cause.job) for cause, _ in found.causes}), foreign=foreign, failed=failed,
-        reasons=len(found.causes) + len(found.tasks) + (len(failed.causes) if failed else 0),
+        request, "dead.html", now=found.at, refresh=15, found=found, items=items, tasks=tasks, newest=newest, job=job,
+        jobs=sorted({str(cause.job) for group in found.groups for cause in group.causes}),
+        foreign=None if job else foreign, failed=None if job else failed, most=SHOWN,
+        reasons=len(found.groups) + (0 if job else len(found.tasks) + (len(failed.causes) if failed else 0)),
     )  # fmt: skip
 
 

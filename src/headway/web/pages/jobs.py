@@ -23,7 +23,7 @@ from headway.views.jobs.job import Cause, JobSheet, Run, cause_view
 from headway.views.jobs.listing import Job, find_job, job_view
 from headway.views.jobs.map import Cell, ItemMap, read_map
 from headway.views.jobs.series import Series
-from headway.views.overview import JobLine, JobPage, Times, read_death_times, read_job_detail, read_job_page
+from headway.views.overview import JobLine, JobPage, Times, count_jobs, read_death_times, read_job_detail, read_job_page
 from headway.views.reading import Reader
 from headway.web.pages import draw
 from headway.web.pages.render import Pages, num
@@ -218,13 +218,14 @@ async def jobs(pages: Pages, request: Request) -> Response:
     text, after = params.get("q", "").strip()[:100], params.get("after") or None
     by_creation = after is not None or params.get("order") == "created"
 
-    def look(reader: Reader) -> JobPage:
-        return read_job_page(reader.database, status=status, text=text, by_creation=by_creation, after=after)
+    def look(reader: Reader) -> tuple[JobPage, dict[str, int]]:
+        page = read_job_page(reader.database, status=status, text=text, by_creation=by_creation, after=after)
+        return page, count_jobs(reader.database)
 
-    page = await pages.site.view(look, pages.site.reader)
+    page, counts = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "jobs.html", refresh=15, page=page, state=status, text=text, after=after, by_creation=by_creation,
-        statuses=STATUSES,
+        statuses=STATUSES, counts=counts,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -33,6 +35,7 @@ from headway.views.overview import (
 )
 from headway.views.queue import QueueView, WorkerView
 from headway.views.reading import Reader
+from headway.views.search import LIMIT, LONGEST, Found
 from headway.views.shape import Absent
 from headway.views.system.alerts import AlertView
 from headway.web.pages import draw
@@ -132,7 +135,7 @@ class Now(Standing):
 def read_now(reader: Reader, range: str) -> Now:
     """Read the content of the overview."""
     database = reader.database
-    causes = read_causes(database, limit=20)
+    causes = read_causes(database, limit=None)
     running = read_job_page(database, running=True, limit=RUNNING)
     others = [line for line in read_job_page(database, limit=8).lines if not line.job.holder]
     return Now(
@@ -147,7 +150,7 @@ def read_now(reader: Reader, range: str) -> Now:
         rate=read_rate(database),
         causes=causes,
         times=read_death_times(database, causes[:5]),
-        task_causes=read_task_causes(database, limit=10),
+        task_causes=read_task_causes(database, limit=1000),
         alerts=reader.alerts(history=0).alerts,
         asked=read_controls(database, [line.job.id for line in running.lines]),
     )
@@ -163,7 +166,7 @@ def needs(now: Now) -> list[Need]:
     dead = sum(cause.dead for cause in now.causes) + sum(cause.dead for cause in now.task_causes)
     if dead and not any(need.word == "New error" for need in found):
         newest = max([*(one.last_seen for one in now.causes), *(one.last_seen for one in now.task_causes)])
-        causes = plural(len(now.causes) + len(now.task_causes), "cause")
+        causes = plural(distinct(now.causes) + len(now.task_causes), "cause")
         text = f"{plural(dead, 'item')} failed permanently, with {causes}"
         found.append(
             Need(
@@ -181,6 +184,11 @@ def needs(now: Now) -> list[Need]:
         for need in found
     ]
     return _grouped(linked)
+
+
+def distinct(causes: Sequence[Cause]) -> int:
+    """Count the causes as the page Dead letters groups them, over all jobs."""
+    return len({(cause.type, cause.message, cause.frame) for cause in causes})
 
 
 def _grouped(found: list[Need]) -> list[Need]:
@@ -384,50 +392,51 @@ async def overview(pages: Pages, request: Request) -> Response:
         ready=max((line.forecast.late for line in running if line.forecast), default=None)
         if all(line.forecast for line in running) else None,
         others=[line for line in now.lines if not line.job.holder], ticks=ticks(now.series), range=range, ranges=tuple(RANGES),
-        times=now.times, series=now.series, waiting=sum(queue.waiting for queue in now.queues),
+        times=now.times, causes=distinct(now.causes), series=now.series, waiting=sum(queue.waiting for queue in now.queues),
         late=max((queue.oldest_wait for queue in now.queues if queue.oldest_wait is not None), default=None),
         queued=bool(now.workers) or any(any((*queue[1:4], *queue[5:9])) for queue in now.queues),
     )  # fmt: skip
 
 
 async def find(pages: Pages, request: Request) -> Response:
-    """Answer ``/find``: redirect to what has this name, else to a list of jobs that match.
-
-    It tries the id of a job, the key of an item, the id of a task, a user with tasks, and a word of an error.
-    """
+    """Answer ``/find``: redirect to what has exactly this name or is the only result, else list the results."""
     text = request.query_params.get("q", "").strip()[:512]
     site = pages.site
 
-    def look(reader: Reader) -> str | None:
-        if not text:
-            return "/jobs"
-        try:
-            reader.ledger.job(text)
-            return f"/jobs/{quote(text, safe='')}"
-        except HeadwayError:
-            pass  # not the id of a job
-        if found := find_item(reader.database, text):
-            return item_path(*found)
-        try:
-            return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
-        except HeadwayError:
-            pass  # not the id of a task
-        if reader.tasks(user_id=text, limit=1).tasks:
-            return f"/tasks?user_id={quote(text, safe='')}"
-        return _cause_path(reader, text)
+    def look(reader: Reader) -> str | Found:
+        return (_exact(reader, text) if text else "/jobs") or _search(reader, text)
 
-    path = await site.view(look, site.reader)
-    if path is None:
-        path = f"/jobs?q={quote(text, safe='')}"
-    return RedirectResponse(site.url(request, path), 303)
+    found = await site.view(look, site.reader)
+    if isinstance(found, str):
+        return RedirectResponse(site.url(request, found), 303)
+    total = sum(len(part) for part in found[1:])
+    return pages.answer(request, "found.html", found=found, total=total, item_path=item_path, most=LIMIT)
 
 
-def _cause_path(reader: Reader, text: str) -> str | None:
-    """Return the dead items of the first cause whose type or message contains ``text``."""
-    for cause in read_causes(reader.database):
-        if text.lower() in f"{cause.type} {cause.message}".lower() and not isinstance(cause.job, Absent):
-            return f"/jobs/{quote(cause.job, safe='')}/items?state=dead&cause={cause.no}"
-    return None
+def _exact(reader: Reader, text: str) -> str | None:
+    """Return the path of the job, item or task with exactly this name, or of the tasks of that user."""
+    with suppress(HeadwayError):
+        return f"/jobs/{quote(reader.ledger.job(text).id, safe='')}"
+    if item := find_item(reader.database, text):
+        return item_path(*item)
+    with suppress(HeadwayError):
+        return f"/tasks/{quote(reader.queue.get(text).id, safe='')}"
+    return f"/tasks?user_id={quote(text, safe='')}" if reader.tasks(user_id=text, limit=1).tasks else None
+
+
+def _search(reader: Reader, text: str) -> str | Found:
+    """Search for a text; return the path of the only result if it is an item or a cause."""
+    found = reader.search(text[:LONGEST])
+    if sum(len(part) for part in found[1:]) == 1:
+        for item in found.items:
+            return item_path(*item)
+        for cause in found.causes:
+            return (
+                f"/tasks?cause={cause.no}"
+                if cause.job is None
+                else f"/jobs/{quote(cause.job, safe='')}/items?state=dead&cause={cause.no}"
+            )
+    return found
 
 
 PAGES = {"/": overview, "/find": find}

@@ -14,7 +14,7 @@ from headway.core.text import plural, roughly
 from headway.errors import HeadwayError, NotFound
 from headway.queue.task import PRIORITIES, Status
 from headway.views.jobs.series import RANGES, read_queue_series
-from headway.views.overview import TaskCause, read_failed_ids, read_task_causes
+from headway.views.overview import TaskCause, count_failed_tasks, read_failed_ids, read_task_causes
 from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
 from headway.views.reading import Reader
 from headway.views.system.performance import QueueTimes, Times, read_queue_times, read_waiting
@@ -91,7 +91,7 @@ async def queue(pages: Pages, request: Request) -> Response:
     def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks, dict[str, QueueTimes]]:
         return (
             read_standing(reader), read_standing(reader, range), reader.tasks(queue=name, status="RUNNING", limit=20),
-            reader.tasks(queue=name, status="QUEUED", limit=20), read_queue_times(reader.database, range),
+            reader.oldest_tasks(name, limit=20), read_queue_times(reader.database, range),
         )  # fmt: skip
 
     found, past, running, waiting, times = await pages.site.view(look, pages.site.reader)
@@ -134,17 +134,29 @@ async def tasks(pages: Pages, request: Request) -> Response:
     chosen = {name: params.get(name) or None for name in ("status", "queue", "kind", "user_id", "before")}
     number, after = whole(params.get("cause"), "cause"), whole(params.get("after"), "after")
 
-    def look(reader: Reader) -> tuple[Tasks, TaskCause | None, int | None]:
+    def look(reader: Reader) -> tuple[Tasks, TaskCause | None, int | None, dict[str, int]]:
         if number is not None:
-            return _of_cause(reader, number, after or 0)
-        return reader.tasks(**chosen), None, None  # type: ignore[arg-type]  # the names are those of its parameters
+            return *_of_cause(reader, number, after or 0), {}
+        return (
+            reader.tasks(**chosen),  # type: ignore[arg-type]  # the names are those of its parameters
+            None, None, _counts(reader),
+        )  # fmt: skip
 
-    page, cause, further = await pages.site.view(look, pages.site.reader)
+    page, cause, further, counts = await pages.site.view(look, pages.site.reader)
     return pages.answer(
         request, "tasks.html", refresh=15, page=page, chosen=chosen, statuses=[status.value for status in Status],
         names=NAMES, filtered=any(value for name, value in chosen.items() if name != "before"), cause=cause, after=after,
-        further=further,
+        further=further, counts=counts,
     )  # fmt: skip
+
+
+def _counts(reader: Reader) -> dict[str, int]:
+    """Return the number of tasks by state and by queue, where it is known without reading all ended tasks."""
+    queues = reader.queues().queues
+    counts = {one.queue: one.waiting + one.delayed + one.running for one in queues}
+    counts["QUEUED"] = sum(one.waiting + one.delayed for one in queues)
+    counts["RUNNING"] = sum(one.running for one in queues)
+    return counts | {"FAILED": count_failed_tasks(reader.database)}
 
 
 def _of_cause(reader: Reader, number: int, after: int) -> tuple[Tasks, TaskCause, int | None]:

@@ -16,14 +16,14 @@ for (const button of $$("[data-theme-toggle]")) {
   say();
 }
 
-// ---- local times and chart values are in a module of their own: it is loaded where the clock differs from UTC, and on first use
+// ---- local times and the values of charts are in modules of their own: loaded where the clock differs from UTC, and on first use
 const zone = $("[data-zone]");
 let extra = null, times = () => {};
-const load = () => extra ??= import(pill.dataset.extra).then(module => { times = module.start(zone, kept); return module; }, () => { extra = null; });
-if (new Date().getTimezoneOffset()) load(); else zone.remove();
+const load = () => extra ??= import(pill.dataset.extra).then(module => { times = module.start(zone, kept); return module; }, error => { extra = null; throw error; });
+if (new Date().getTimezoneOffset()) load().catch(() => {}); else zone.remove();
 for (const type of ["pointerover", "focusin"]) addEventListener(type, event => {
   const chart = event.target.closest?.("[data-chart]:not([role=slider])");
-  if (chart) load().then(module => { module?.charts(); chart.dispatchEvent(type === "focusin" ? new Event("focus") : new PointerEvent("pointermove", event)); });
+  if (chart) Promise.all([load(), import(pill.dataset.charts)]).then(([local, module]) => { module.charts(local.parts); chart.dispatchEvent(type === "focusin" ? new Event("focus") : new PointerEvent("pointermove", event)); });
 });
 
 // ---- forms: nothing typed is lost while the server or its store is unreachable
@@ -52,41 +52,17 @@ function wire(part) {
   }
   if (!("commandForElement" in HTMLButtonElement.prototype)) // older browsers
     for (const button of $$("[commandfor]", part)) button.onclick = () => { const dialog = document.getElementById(button.getAttribute("commandfor")); button.getAttribute("command") === "close" ? dialog.close() : dialog.showModal(); };
-  for (const box of $$("[data-pick-all]", part)) { box.className = ""; box.onchange = () => { for (const one of $$("[name=item]")) one.checked = box.checked; picked(); }; }
-  for (const box of $$("[name=item]", part)) box.onchange = picked;
-  if ($("[name=item]", part)) picked();
-  for (const button of $$("[data-keys]", part)) {
-    button.hidden = false;
-    const say = () => { button.textContent = kept.get("keys") === "off" ? "Enable single-key shortcuts" : "Disable single-key shortcuts"; };
-    button.onclick = () => { kept.set("keys", kept.get("keys") === "off" ? "on" : "off"); say(); };
-    say();
-  }
-}
-function picked() {
-  const count = $$("[name=item]:checked").length;
-  for (const button of $$("[data-picks]")) { button.textContent = count ? `Retry ${number.format(count)} selected` : "Retry selected"; button.disabled = !count; }
 }
 wire(document);
 
-// ---- keys
-let going = 0;
+// ---- keys: those of a single letter are in a module of their own
 addEventListener("keydown", event => {
   if (kept.get("keys") === "off" || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.target.closest("input,select,textarea,dialog,[data-map]")) return;
-  if (event.key === "/" && $(".find")) { $(".find").focus(); event.preventDefault(); return; }
-  if (event.key === "?") { const about = $$("footer a").find(link => link.textContent === "About"); if (about) location.href = about.href; return; }
-  const link = going && Date.now() - going < 1000 ? $(`[data-go="${CSS.escape(event.key)}"]`) : null;
-  if (link) { location.href = link.href; return; }
-  if (event.key === "j" || event.key === "k") {
-    const rows = $$("main tbody tr, main .cz, main .al li").map(row => $("summary, th a, a", row)).filter(Boolean), at = rows.indexOf(document.activeElement);
-    rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
-    event.preventDefault();
-  }
-  const row = document.activeElement?.closest("tr, .cz, section") || document;
-  if (event.key === "x") $("[name=item]", row)?.click();
-  if (event.key === "r" || event.key === "p") (event.key === "r" && $("button[data-picks]:not(:disabled)") || $$("button[commandfor]", row).concat($$("main button[commandfor]")).find(button => button.textContent.startsWith(event.key === "r" ? "Re" : "Pause") && !button.closest("dialog")))?.click();
-  going = event.key === "g" ? Date.now() : 0;
+  if (event.key === "/" && $(".find")) { $(".find").focus(); event.preventDefault(); }
+  else if ("?gjkxrp".includes(event.key) || going) { going = event.key === "g"; import(pill.dataset.shortcuts).then(module => module.press(event.key)); }
 });
+let going = false;
 
 // ---- live
 // The socket sends the current state. Numbers with data-v are updated together, once per frame. When rows may have been added
@@ -132,7 +108,7 @@ function bar(svg, job, kept, h) { // as draw.bar does it on the server
   svg.replaceChildren(...parts);
 }
 
-function merge(message) {
+function receive(message) {
   let touched = false;
   if (message.full) { state = message.full; touched = true; }
   for (const [section, entries] of Object.entries(message.delta || {})) {
@@ -158,10 +134,11 @@ async function renew(everything = false) {
     if (!answer.ok && answer.status !== 503) return;
     if ($("[data-away]") && answer.ok) { location.reload(); return; }
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html"), next = $("#main", fresh);
-    if (!next || $("dialog[open]")) return;
+    if (!next) return;
+    const { merge } = await import(pill.dataset.renew).catch(() => location.reload()); // another version runs now
+    if ($("dialog[open]")) return;
     const active = document.activeElement;
-    waiting = false;
-    morph(main, next, !everything && isHeld());
+    waiting = merge(main, next, !everything && isHeld());
     offer.hidden = !waiting;
     if (active !== document.activeElement && main.contains(active)) active.focus({ preventScroll: true }); // the morph moved it
     document.title = fresh.title;
@@ -171,58 +148,10 @@ async function renew(everything = false) {
     document.dispatchEvent(new Event("renewed"));
   } catch { /* the status says that the connection is lost */ } finally { asked = false; renewed = performance.now(); }
 }
-// Merge the new page into the old one. Elements with a key (rows) are matched by key only, so that focus, open details and the
-// button under the pointer stay with their row. While a row is hovered, focused or open (`isHeld`), no row is added, removed or
-// moved: rows are updated in place, removed rows are marked, and a button offers the full update.
-const keyOf = node => node.nodeType === Node.ELEMENT_NODE ? node.dataset.key ?? node.dataset.part ?? node.id ?? "" : "";
-const isBlank = node => node.nodeType === Node.TEXT_NODE && !node.data.trim();
+// While a row is hovered, focused or open, rows stay in their place (renew.js), and a button offers the full update.
 const isHeld = () => Boolean($("[data-key]:hover", main) || document.activeElement?.closest("#main [data-key]") || $("[data-key] details[open][data-unfolded]", main));
 const offer = $("#held");
 let waiting = false;
-
-function morph(old, next, held) {
-  const mine = [...old.childNodes], fresh = [...next.childNodes];
-  const keyed = new Map(mine.filter(keyOf).map(node => [`${node.nodeName} ${keyOf(node)}`, node])), plain = mine.filter(node => !keyOf(node));
-  let place = 0;
-  const partners = fresh.map((node, index) => {
-    if (keyOf(node)) return keyed.get(`${node.nodeName} ${keyOf(node)}`);
-    // Without a key: by order. If the old node's kind appears later in the new page, this node was added, else removed.
-    for (; place < plain.length; place++) {
-      if (plain[place].nodeName === node.nodeName) return plain[place++];
-      if (fresh.slice(index + 1).some(later => !keyOf(later) && later.nodeName === plain[place].nodeName)) return undefined;
-    }
-    return undefined;
-  });
-  if (held) {
-    const solid = mine.filter(node => !isBlank(node)), wanted = partners.filter((_, index) => !isBlank(fresh[index]));
-    const same = solid.length === wanted.length && solid.every((node, index) => node === wanted[index]);
-    // The content of a row may change freely, because its key is the same.
-    partners.forEach((partner, index) => { if (partner && (same || keyOf(partner))) update(partner, fresh[index], partner.dataset?.key === undefined); });
-    if (!same) {
-      waiting = true;
-      for (const row of solid) if (row.dataset?.key && !partners.includes(row)) row.dataset.gone = "";
-    }
-    return;
-  }
-  const result = partners.map((partner, index) => partner ? update(partner, fresh[index], held) : copy(fresh[index]));
-  for (const node of mine) if (!result.includes(node)) node.remove();
-  let at = old.firstChild;
-  for (const node of result) if (node === at) at = at.nextSibling; else old.insertBefore(node, at);
-}
-function update(mine, node, held) {
-  if (mine.nodeType === Node.TEXT_NODE) { if (mine.data !== node.data) mine.data = node.data; }
-  else if (mine.nodeType === Node.ELEMENT_NODE && mine.id !== "stale" && !(mine.classList.contains("say") && mine.dataset.told)) {
-    for (const { name, value } of node.attributes) if (mine.getAttribute(name) !== value && name !== "open") mine.setAttribute(name, value);
-    for (const { name } of [...mine.attributes]) if (!node.hasAttribute(name) && !["open", "tabindex", "data-unfolded", "data-at", "data-utc"].includes(name)) mine.removeAttribute(name);
-    morph(mine, node, held);
-  }
-  return mine;
-}
-function copy(node) { // added details start closed
-  const made = node.cloneNode(true);
-  if (made.nodeType === Node.ELEMENT_NODE) for (const details of $$("details", made)) details.open = false;
-  return made;
-}
 addEventListener("click", event => { const details = event.target.closest?.("summary")?.parentElement; if (details) details.open ? delete details.dataset.unfolded : details.dataset.unfolded = ""; });
 offer.onclick = () => renew(true);
 
@@ -248,7 +177,7 @@ function connect() {
     const message = JSON.parse(event.data);
     const again = Boolean(seq && message.full); // another server process: changes in between are unknown
     heard = performance.now(); tries = 0; seq = message.seq;
-    const shape = merge(message) || again;
+    const shape = receive(message) || again;
     requestAnimationFrame(() => { patch(); tell(); });
     const waited = performance.now() - renewed;
     if (shape && waited > 1000) setTimeout(renew, Math.random() * 500);
