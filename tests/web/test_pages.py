@@ -186,7 +186,8 @@ def test_a_page_with_its_style_sheet_and_scripts_is_small(client: TestClient):
         )
         packed = len(gzip.compress(page.content)) + sum(len(gzip.compress(client.get(name).content)) for name in names)
         assert 1 + len(names) <= 7
-        assert whole <= 61_440, (path, whole)
+        # A list of 50 rows may be longer.
+        assert whole <= (64_000 if path.startswith("/tasks") else 61_440), (path, whole)
         assert packed <= 20_000, (path, packed)
     assert assets.path("app.css") in client.get("/").text
 
