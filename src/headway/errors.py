@@ -32,7 +32,7 @@ The message says *what* happened and *why*. The ``hint`` says what to do next; t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from headway._version import DISTRIBUTION, install_command
 
@@ -196,7 +196,7 @@ LONGEST_DELAY = 30 * 86_400.0
 _REASON_LIMIT = 200
 
 
-def is_delay(seconds: object) -> bool:
+def is_delay(seconds: object) -> TypeGuard[float]:
     """Return whether the value is a number of seconds from 0 to `LONGEST_DELAY`."""
     return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= LONGEST_DELAY
 

@@ -26,6 +26,7 @@ from headway._sql import absolute
 from headway.config import Config
 from headway.core.ids import check_id
 from headway.core.lifecycle import Shutdown, on_signals
+from headway.core.setup import Setup, checked
 from headway.core.text import cut, plural, with_option
 from headway.errors import HeadwayError, InvalidInput, ItemsFailed, Stopping, UsageError
 from headway.events import CallableSink, Event, Sink
@@ -39,7 +40,7 @@ from headway.run.output.results import ItemResult, Keep, as_they_came, in_order
 from headway.run.pool.executor import Executor
 from headway.run.pool.runner import Ending, Settings
 from headway.run.session import RunRequest, Session, configured_sinks
-from headway.run.settings import policy_of, settings_of
+from headway.run.settings import later_limit_of, policy_of, settings_of
 from headway.run.tracking import Tracker
 from headway.run.tracking import start as start_tracking
 from headway.run.worker.attempt import GiveUp
@@ -162,7 +163,7 @@ def _pandas() -> Any:
 
 
 def map(
-    function: Callable[[Any], Any],
+    function: Callable[..., Any],
     items: Iterable[object],
     *,
     job: str | None = None,
@@ -171,8 +172,10 @@ def map(
     mode: str | None = None,
     start: Literal["auto", "fork", "spawn"] | None = None,
     executor: Executor | None = None,
+    setup: Callable[[], Any] | None = None,
     retries: int | None = None,
     retry_delay: float | None = None,
+    later_limit: str | int | None = None,
     timeout: float | None = None,
     rate: float | None = None,
     key: str | None = None,
@@ -204,6 +207,12 @@ def map(
     `Result`. ``on_complete`` is called when the job has finished. If this process dies in between, it may be called
     again with the same event id. Ctrl-C lets running items finish, then raises KeyboardInterrupt.
 
+    ``setup`` opens what a worker needs: an HTTP session, a model, a database connection. It is a function that returns a
+    context manager or has one yield; on an event loop it may be async. Each worker process, thread or loop enters it
+    once, before its first item, and passes the value to ``function`` as the second argument.
+
+    A function that raises `headway.RetryLater` postpones its item without an attempt counted, up to ``later_limit``.
+
     Arguments that are None come from the settings: ``HEADWAY_*``, then ``headway.toml``, then the default.
 
     Workers are forked. Where a fork is unsafe (other threads run here, or this is macOS), they are spawned
@@ -222,7 +231,7 @@ def map(
     ``slots`` slots, each with ``workers`` items at once. The function must be importable there, in the same version
     unless ``any_version``. The job continues if this process ends; called again, it waits for the same run.
     """
-    name = functions.name_of(functions.check(function, "The function"))
+    name = functions.name_of(functions.check(function, "The function", 1 if setup is None else 2))
     arguments.refuse_mapping(items)
     arguments.check_key(key)
     arguments.check_flags(
@@ -241,9 +250,13 @@ def map(
             "database": database, "workers": workers, "mode": mode, "start": start, "retries": retries,
             "retry_delay": retry_delay, "timeout": timeout, "rate": rate, "max_failures": max_failures,
             "payload_limit": payload_limit, "progress": progress,
+            "later_limit": None if later_limit is None else str(later_limit),
         }
     )  # fmt: skip
-    settings = settings_of(config, function, name, last_pass=last_pass, fleet=fleet, executor=executor, encode=encode)
+    settings = settings_of(
+        config, function, name, last_pass=last_pass, fleet=fleet, executor=executor, encode=encode, setup=setup
+    )
+    entered = _checked_setup(setup, settings, executor)
     id = check_id(job, "a job id") if job is not None else functions.default_job(function)
     given = GivenItems(items, key=key, limit=int(config["payload_limit"] or 0))
     if fleet and executor is not None:
@@ -251,14 +264,14 @@ def map(
             "A fleet has its own workers, so executor= cannot be used with it.",
             hint="Leave out fleet=True or executor=.",
         )
-    options = _fleet_options(config, function, encode, slots, fleet=fleet, any_version=any_version)
+    options = _fleet_options(config, function, encode, setup, slots, fleet=fleet, any_version=any_version)
     sinks: list[Sink] = configured_sinks(config)
     if on_complete is not None:
         sinks.append(CallableSink(f"on_complete {id}", on_complete, job=id))
     request = RunRequest(
         config, settings, function, name, _given_shutdown.get() or Shutdown(),
         Keep(results=results, encode=encode, printed=keep_output), None if output is None else Path(output), sinks,
-        executor, options, fresh=fresh, accept_changes=accept_changes,
+        executor, options, fresh=fresh, accept_changes=accept_changes, setup=entered,
     )  # fmt: skip
     address = absolute(config.text("database"))  # items that run in this process may change directory
     display = open_display(config.text("progress"), stream=sys.stderr, color=config.text("color"))
@@ -291,6 +304,18 @@ def map(
         return result
 
 
+def _checked_setup(setup: object, settings: Settings, executor: Executor | None) -> Setup | None:
+    """Validate the set-up, before anything is written."""
+    if setup is None:
+        return None
+    if executor is not None:
+        raise InvalidInput(
+            "setup= cannot be used with executor=, because the executor starts its own workers.",
+            hint="Open it in the executor's own initializer, or leave out executor=.",
+        )
+    return checked(setup, loop=settings.mode == "async")
+
+
 def _recorded_id(session: Session, function: Callable[[Any], Any]) -> str | None:
     """Return the job id that an earlier Headway version gave this function, if that job exists."""
     id = functions.earlier_default_job(function)
@@ -306,8 +331,9 @@ def _other_version(session: Session, id: str, name: str) -> str | None:
 
 def _fleet_options(
     config: Config,
-    function: Callable[[Any], Any],
+    function: Callable[..., Any],
     encode: Callable[[Any], Any] | None,
+    setup: Callable[[], Any] | None,
     slots: int | None,
     *,
     fleet: bool,
@@ -318,7 +344,7 @@ def _fleet_options(
         if slots is not None or any_version:
             raise InvalidInput("slots and any_version need fleet=True.", hint="Add fleet=True.")
         return None
-    from headway.run.fleet.start import FleetOptions, check
+    from headway.run.fleet.start import FleetOptions, check, importable
 
     if encode is not None:
         raise InvalidInput(
@@ -327,7 +353,7 @@ def _fleet_options(
         )
     if slots is not None and type(slots) is not int:
         raise InvalidInput(f"slots must be a whole number (got {slots!r:.60}).")
-    options = FleetOptions(slots, any_version=any_version)
+    options = FleetOptions(slots, any_version=any_version, setup=None if setup is None else importable(setup))
     check(config, function, options)
     return options
 
@@ -411,6 +437,7 @@ def open_job(
     database: str | None = None,
     retries: int | None = None,
     retry_delay: float | None = None,
+    later_limit: str | int | None = None,
     key: str | None = None,
     fresh: bool = False,
     accept_changes: bool = False,
@@ -422,8 +449,11 @@ def open_job(
     registered items.
     """
     config = Config(
-        cli={"database": database, "retries": retries, "retry_delay": retry_delay, "payload_limit": payload_limit}
-    )
+        cli={
+            "database": database, "retries": retries, "retry_delay": retry_delay, "payload_limit": payload_limit,
+            "later_limit": None if later_limit is None else str(later_limit),
+        }
+    )  # fmt: skip
     check_id(job, "a job id")
     arguments.check_key(key)
     arguments.check_flags(fresh=fresh, accept_changes=accept_changes)
@@ -441,7 +471,7 @@ def _open_job(
     fresh: bool,
     accept_changes: bool,
 ) -> OpenJob:
-    settings = Settings(workers=1, mode="loop", policy=policy_of(config))
+    settings = Settings(workers=1, mode="loop", policy=policy_of(config), later_limit=later_limit_of(config))
     request = RunRequest(config, settings, sinks=configured_sinks(config), fresh=fresh, accept_changes=accept_changes)
     session = Session(request, create=source is not None)
     with ExitStack() as opened:
@@ -452,7 +482,7 @@ def _open_job(
             plan = session.compare(job, source)
             session.check(plan)
             session.hold(plan)
-        held = OpenJob(session, settings.policy)
+        held = OpenJob(session, settings.policy, settings.later_limit)
         opened.pop_all()  # `held` releases the job
         return held
 

@@ -29,7 +29,12 @@ _THREADS = 16
 _COROUTINES = 32
 
 
-def load(spec: str) -> Callable[..., Any]:
+def load(spec: str, arguments: int = 1) -> Callable[..., Any]:
+    """Import ``module:function``, and check that it can be called with an item. See `load_any`, `check`."""
+    return check(load_any(spec), spec, arguments)
+
+
+def load_any(spec: str) -> Any:
     """Import ``module:function``, with the current directory first on the path."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -69,20 +74,21 @@ def load(spec: str) -> Callable[..., Any]:
                 f"The module {module_name!r} has no function {name!r}.",
                 hint=f"It has: {', '.join(sorted(known)) or 'none'}",
             )
-    return check(function, spec)
+    return function
 
 
-def check(function: object, name: str) -> Callable[..., Any]:
-    """Raise `InvalidInput` unless ``function`` can be called with one item."""
+def check(function: object, name: str, arguments: int = 1) -> Callable[..., Any]:
+    """Raise `InvalidInput` unless ``function`` can be called with one item, or with an item and a set-up's value."""
     if not callable(function):
         raise InvalidInput(f"{name} is not a function but {type(function).__name__}.")
     _refuse_generator(function, name)
     try:
-        inspect.signature(function).bind(object())
+        inspect.signature(function).bind(*[object()] * arguments)
     except TypeError as error:
-        raise InvalidInput(
-            f"{name} cannot be called with one item: {error}.", hint="It must take one argument."
-        ) from error
+        what, how = "one item", "It must take one argument."
+        if arguments == 2:
+            what, how = "an item and the value of its set-up", "With setup= it must take two arguments."
+        raise InvalidInput(f"{name} cannot be called with {what}: {error}.", hint=how) from error
     except ValueError:
         pass  # a built-in without a signature: a wrong one fails when called
     return function

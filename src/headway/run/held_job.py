@@ -13,15 +13,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
+from random import getrandbits
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from headway.core.lifecycle import ForkGuard
-from headway.core.retry import RetryPolicy
-from headway.errors import HeadwayError, StaleClaim
-from headway.ledger import Done, Failed, Item, Job, Progress, describe, fingerprint
+from headway.core.retry import LaterLimit, RetryPolicy
+from headway.errors import HeadwayError, RetryLater, StaleClaim
+from headway.ledger import Done, Failed, Item, Job, Later, Outcome, Progress, describe, fingerprint
 from headway.ledger.content import bounded_meta
-from headway.run.worker.attempt import GiveUp
+from headway.run.worker.attempt import GiveUp, later_row
 
 if TYPE_CHECKING:
     from headway.run.session import Session
@@ -32,8 +33,8 @@ PAGE = 500
 class OpenItem:
     """An item to be worked on inside ``with item:``.
 
-    Leaving the block records it as done. An exception records it as failed and is suppressed. KeyboardInterrupt and
-    similar exceptions leave it unchanged.
+    Leaving the block records it as done. An exception records it as failed and is suppressed; `headway.RetryLater`
+    postpones it. KeyboardInterrupt and similar exceptions leave it unchanged.
     """
 
     def __init__(self, job: OpenJob, item: Item) -> None:
@@ -85,6 +86,8 @@ class OpenItem:
             return False
         if not isinstance(error, Exception) or isinstance(error, HeadwayError):
             return False  # not caused by the item
+        if isinstance(error, RetryLater) and self._job.postpone(self.index, error, seconds):
+            return True
         self._job.record(
             Failed(
                 self._item.idx,
@@ -117,9 +120,9 @@ class _Share:
         self._yielded[item.idx] = item.attempts
         return item, None
 
-    def recorded(self, outcome: Done | Failed) -> None:
+    def recorded(self, outcome: Outcome) -> None:
         """Forget a yielded item. A failed one may have been yielded again already."""
-        if isinstance(outcome, Done) or self._yielded.get(outcome.idx) == outcome.seen:
+        if not isinstance(outcome, Failed) or self._yielded.get(outcome.idx) == outcome.seen:
             self._yielded.pop(outcome.idx, None)
 
     def _refill(self) -> float | None:
@@ -149,10 +152,13 @@ class _Share:
 class OpenJob:
     """The right to work on a job until it is closed. A thread renews the lease."""
 
-    def __init__(self, session: Session, policy: RetryPolicy) -> None:
+    def __init__(self, session: Session, policy: RetryPolicy, later_limit: LaterLimit) -> None:
         """Start renewing the hold of ``session``. Closing this releases it."""
+        self._later_limit = later_limit
         self._session, self._held, self._policy = session, session.held, policy
         self._job = self._held.job
+        #: Until when the job waits, on the monotonic clock.
+        self._waits_until = time.monotonic() + self._job.asked(self._held.hold.run).wait
         self._guard = ForkGuard("The job")
         self._stop = threading.Event()
         self._lost: StaleClaim | None = None
@@ -179,6 +185,11 @@ class OpenJob:
         """Raise in a forked child, which would otherwise continue its parent's loop."""
         self._guard.check()
 
+    @property
+    def wait_left(self) -> float:
+        """Seconds until the job may start items again (`headway.RetryLater` with ``scope="job"``)."""
+        return max(0.0, self._waits_until - time.monotonic())
+
     def progress(self) -> Progress:
         """Return the counts of the job."""
         return self._job.progress()
@@ -187,8 +198,10 @@ class OpenJob:
         """Yield the items that are neither done nor dead.
 
         Untried items come first, then failed ones when their retry is due. With ``wait=False`` the iteration ends
-        instead of waiting. Concurrent loops in several threads share the items: each is yielded to one of them. A
-        skipped item is yielded again by the first loop that starts after all current ones have ended.
+        instead of waiting. While the whole job waits, nothing is yielded.
+
+        Concurrent loops in several threads share the items: each is yielded to one of them. A skipped item is yielded
+        again by the first loop that starts after all current ones have ended.
         """
         with self._sharing:
             self._loops += 1
@@ -198,8 +211,10 @@ class OpenJob:
         try:
             while True:
                 self.check()  # in a forked child, a thread that does not exist there may hold the lock
-                with self._sharing:
-                    item, delay = share.next()
+                item, delay = None, self.wait_left or None
+                if delay is None:
+                    with self._sharing:
+                        item, delay = share.next()
                 if item is not None:
                     yield OpenItem(self, item)
                 elif delay is None or not wait:
@@ -232,11 +247,22 @@ class OpenJob:
                 counts[mark] += 1
         return numbers
 
-    def record(self, outcome: Done | Failed) -> None:
+    def postpone(self, idx: int, error: RetryLater, seconds: float) -> bool:
+        """Record that the item asked to run later. Return False if the fields of ``error`` are invalid."""
+        row = later_row(idx, seconds, error)
+        if row is None:
+            return False
+        _, _, delay, reason, whole_job = row
+        self.record(Later(idx, delay, reason, getrandbits(62), whole_job, seconds, limit=self._later_limit))
+        if whole_job:
+            self._waits_until = max(self._waits_until, time.monotonic() + delay)
+        return True
+
+    def record(self, outcome: Outcome) -> None:
         """Record one outcome."""
         self.record_many([outcome])
 
-    def record_many(self, outcomes: Sequence[Done | Failed]) -> None:
+    def record_many(self, outcomes: Sequence[Outcome]) -> None:
         """Record outcomes in one transaction."""
         self.check()
         if self._lost is not None:

@@ -3,8 +3,8 @@
     headway run --items urls.txt -- ./convert.sh {} --out {key}.png
 
 The command is an argument list and never shell text: an item's content is one argument or part of one. Exit status 0
-means done, and stdout is the result. Any other end is a failure, whose cause is the status or signal with the last
-line of stderr.
+means done, and stdout is the result. Exit status 75 (EX_TEMPFAIL) postpones the item, as `headway.RetryLater` does. Any
+other end is a failure, whose cause is the status or signal with the last line of stderr.
 
 Each program runs in a process group that it shares with no other program. When it ends or times out, the whole group
 is killed. So is a group that the program made for itself, as timeout(1) and setsid(1) do. A guard process (`_Guard`)
@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from headway.core.failure import Failure, reported
 from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
-from headway.errors import InvalidInput
+from headway.errors import InvalidInput, RetryLater, is_delay
 from headway.ledger import canonical
 from headway.run.output.capture import LIMIT, Captured
 from headway.telemetry import redact
@@ -41,6 +41,13 @@ TERM_SECONDS = 1.0
 #: Maximum size of stdout with ``--stdout json``, bytes.
 JSON_LIMIT = 1 << 20
 TIMED_OUT = "TimedOut"
+
+#: Exit status of a program that asks to run later: EX_TEMPFAIL of sysexits.h.
+LATER_STATUS = 75
+#: Default delay of such a program, seconds.
+LATER_SECONDS = 30.0
+#: Its last line on stderr, if it names the delay itself.
+_RETRY_AFTER = re.compile(r"Retry-After:\s*(\d{1,9}(?:\.\d{1,6})?)\s*", re.IGNORECASE | re.ASCII)
 
 #: ``{}`` or ``{name}``; doubled braces are an escape.
 _PLACEHOLDER = re.compile(r"\{\{(?P<literal>[A-Za-z_][\w.-]*)?\}\}|\{(?P<name>[A-Za-z_][\w.-]*)?\}")
@@ -77,8 +84,15 @@ class Program:
         stdin: bool = False,
         stdout: Literal["text", "json"] = "text",
         key: str | None = None,
+        later: float = LATER_SECONDS,
     ) -> None:
-        """Validate the command. ``key`` is the field that names an item, if any."""
+        """Validate the command.
+
+        ``key`` is the field that names an item, if any. ``later`` is the delay of exit status 75, in seconds.
+        """
+        if not is_delay(later):
+            raise InvalidInput(f"--later must be from 0 to 2,592,000 seconds (got {later!r:.60}).")
+        self._later = later
         if not words or not words[0]:
             raise InvalidInput("There is no program after --.", hint="headway run --items FILE -- program {}")
         self._words, self._stdin, self._stdout, self._key = tuple(words), stdin, stdout, key
@@ -110,7 +124,7 @@ class Program:
     def run(self, idx: int, payload: Any, timeout: float | None) -> tuple[Any, str]:
         """Run the program for one item; return its result and its output.
 
-        Raises `ProgramFailed`, or `CannotStartNow` if a system limit kept it from starting.
+        Raises `ProgramFailed`, `RetryLater` for exit status 75, or `CannotStartNow` if a system limit kept it from starting.
         """
         try:
             words = self._arguments(idx, payload)
@@ -130,6 +144,8 @@ class Program:
             failure = reported("CannotStart", f"{self.name}: {error.strerror}{hint}", self.name)
             raise ProgramFailed(failure, retryable=error.errno not in _BROKEN) from None
         printed = _both(out, err)
+        if status == LATER_STATUS:
+            raise self._postponement(err, words)
         if status != 0:
             raise ProgramFailed(self._failure(status, err, words, timeout), printed)
         return self._result(out, printed), printed
@@ -238,12 +254,23 @@ class Program:
         if status == _TIME_IS_UP:
             return reported(TIMED_OUT, f"{self.name} did not end within {timeout:g} s", self.name, err.text())
         kind = f"exit {status}" if status > 0 else _signal_name(-status)
-        line = err.last_line()
-        # Replace the item's values by their placeholders, so that similar failures share one cause.
+        line = self._without_values(err.last_line(), words)
+        return reported(kind, line or f"{self.name} wrote nothing to stderr", self.name, err.text())
+
+    def _postponement(self, err: Captured, words: Sequence[str]) -> RetryLater:
+        """Return the delay: the last line of stderr if that is ``Retry-After: N``, or else the default."""
+        lines = err.text().rstrip().splitlines()
+        found = _RETRY_AFTER.fullmatch(lines[-1].strip()) if lines else None
+        reason = lines[-2 if found else -1].strip() if len(lines) > (found is not None) else ""
+        seconds = float(found[1]) if found and is_delay(float(found[1])) else self._later
+        return RetryLater(seconds, self._without_values(reason, words) or f"{self.name} ended with exit status 75")
+
+    def _without_values(self, line: str, words: Sequence[str]) -> str:
+        """Replace the item's values by their placeholders, so that similar ends share one text."""
         for given, filled in sorted(zip(self._words, words, strict=True), key=lambda pair: -len(pair[1])):
             if given != filled and len(filled) >= 3:
                 line = line.replace(filled, given)
-        return reported(kind, line or f"{self.name} wrote nothing to stderr", self.name, err.text())
+        return line
 
 
 _TIME_IS_UP = -1000

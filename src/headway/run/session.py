@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from headway import events
 from headway.config import Config
 from headway.core.lifecycle import Shutdown
+from headway.core.setup import Setup
 from headway.errors import HeadwayError, JobHeld, NotFound, Stopping
 from headway.events import CallableSink, Sink
 from headway.ledger import Hold, Job, JobInfo, Ledger
@@ -66,6 +67,8 @@ class RunRequest:
     accept_changes: bool = False
     #: The shell command that resumes the job.
     command: str = ""
+    #: What each worker opens, checked.
+    setup: Setup | None = None
 
 
 class Session:
@@ -241,7 +244,7 @@ class Session:
         work, executor = self._request.work, self._request.executor
         assert work is not None
         if executor is None:
-            return LocalRunner(parts, work)
+            return LocalRunner(parts, work, self._request.setup)
         assert callable(work)
         return ExecutorRunner(parts, work, executor)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.config import Config
-from headway.core.retry import RetryPolicy
+from headway.core.retry import LaterLimit, RetryPolicy
 from headway.run import function as functions
 from headway.run.pool.executor import Executor, capacity, check_executor
 from headway.run.pool.runner import Settings
@@ -22,6 +22,7 @@ def settings_of(
     fleet: bool = False,
     executor: Executor | None = None,
     encode: Callable[[Any], Any] | None = None,
+    setup: object = None,
 ) -> Settings:
     """Return the settings of a run. `Config` has validated the values."""
     mode = None if config.origin("mode") == "default" else config.text("mode")
@@ -33,7 +34,7 @@ def settings_of(
         workers = workers or capacity(executor)
     else:
         mode = functions.choose_mode(function, mode, name, workers or None)
-        start = functions.choose_start(function, encode, config.text("start"))
+        start = functions.choose_start(function, (encode, setup), config.text("start"))
         if fleet and not workers and mode == "process":
             workers = 1  # per slot: the number of slots depends on the machines
     return Settings(
@@ -45,8 +46,14 @@ def settings_of(
         max_failures=None if most is None else int(most),
         last_pass=last_pass,
         start=start,
+        later_limit=later_limit_of(config),
         database_option=config.database_option,
     )
+
+
+def later_limit_of(config: Config) -> LaterLimit:
+    """Return how often an item may be postponed."""
+    return LaterLimit.parse(config.text("later_limit"))
 
 
 def policy_of(config: Config) -> RetryPolicy:

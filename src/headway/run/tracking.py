@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
-from headway.errors import InvalidInput
+from headway.errors import InvalidInput, RetryLater
 from headway.ledger import Done
 from headway.run.display.display import Display, RunSnapshot
 from headway.run.held_job import OpenItem, OpenJob
@@ -38,14 +38,22 @@ class Tracker(Iterator[T]):
     Only the loop refers to it. So when the loop ends, it is collected at once and releases the job.
     """
 
-    def __init__(self, items: Generator[T, None, None]) -> None:
-        self._items = items
+    def __init__(self, items: Generator[T, None, None], walk: _Walk) -> None:
+        self._items, self._walk = items, walk
 
     def __iter__(self) -> Tracker[T]:
         return self
 
     def __next__(self) -> T:
         return next(self._items)
+
+    def later(self, seconds: float, reason: str = "", scope: Literal["item", "job"] = "item") -> None:
+        """Postpone the current item: the loop yields it again after ``seconds``, without an attempt counted.
+
+        Call it in the loop's body and go on with ``continue``. The arguments are those of `headway.RetryLater`, which
+        would end the loop if it were raised there.
+        """
+        self._walk.postpone(RetryLater(seconds, reason, scope))
 
     def close(self) -> None:
         """Record finished items and release the job. The current item is left for the next run."""
@@ -65,20 +73,45 @@ class _Walk:
         self._committed_at = self._shown_at = time.monotonic()
         known = opened.progress()
         self._kept, self._total, self._done = known.done, known.total, 0
+        #: The postponement of the current item, and whether any item was postponed.
+        self._later: RetryLater | None = None
+        self._is_in_item = self._has_postponed = False
 
     def items(self, originals: _Originals) -> Generator[Any, None, None]:
         try:
             yield None  # `start` runs it to here
             originals.number(self._opened)
             with _above(self._display):
-                for item in self._opened.remaining(wait=False):
-                    began = time.monotonic()
-                    yield originals.of(item)
-                    self._finished(item.index, began, time.monotonic())
-                self._commit(time.monotonic())
+                yield from self._rounds(originals)
         finally:
             if not self._opened.is_parents:  # a child forked inside the loop must not record or show anything
                 self._end()
+
+    def _rounds(self, originals: _Originals) -> Generator[Any, None, None]:
+        while True:
+            # Failed items of other loops are left for the next run. Postponed items are this loop's own: wait for them.
+            wait = self._has_postponed or self._opened.wait_left > 0
+            for item in self._opened.remaining(wait=wait):
+                began = time.monotonic()
+                self._is_in_item = True
+                yield originals.of(item)
+                self._is_in_item = False
+                if self._later is None:
+                    self._finished(item.index, began, time.monotonic())
+                else:
+                    later, self._later = self._later, None
+                    self._commit(time.monotonic())
+                    self._opened.postpone(item.index, later, time.monotonic() - began)
+                    self._has_postponed = True
+            self._commit(time.monotonic())
+            if wait or not self._has_postponed:
+                return
+
+    def postpone(self, later: RetryLater) -> None:
+        """Postpone the current item."""
+        if not self._is_in_item:
+            raise InvalidInput("later() postpones the current item, and there is none.", hint="Call it in the loop.")
+        self._later = later
 
     def _end(self) -> None:
         try:
@@ -119,9 +152,10 @@ def start(
     """Register the items and return the tracker. ``opened`` opens the job."""
     source = GivenItems(items, key=key, limit=limit, plain=_plain)
     originals = _Originals(source)  # before anything is written, because it may raise
-    items_left = _Walk(opened(source), display).items(originals)
+    walk = _Walk(opened(source), display)
+    items_left = walk.items(originals)
     next(items_left)  # from here on, closing the generator releases the job
-    return Tracker(items_left)
+    return Tracker(items_left, walk)
 
 
 def _plain(value: Any) -> Any:

@@ -189,9 +189,24 @@ def _lines(sheet: JobSheet, database: str | None) -> list[str]:
         lines += _indented(table(heads, rows, right=("CAUSE", "DEAD"), columns=columns - 2))
         if len(causes) > SHEET_ROWS:
             lines.append(f"  ... and {len(causes) - SHEET_ROWS} more causes")
+    lines += _waits(sheet)
     advice = _advice(job, database)
     if advice:
         lines += ["", advice]
+    return lines
+
+
+def _waits(sheet: JobSheet) -> list[str]:
+    """Return until when the job or some of its items wait, and why (RetryLater)."""
+    lines = []
+    if sheet.waits_until is not None:
+        why = f": {printable(sheet.wait_reason)}" if sheet.wait_reason else ""
+        lines.append(f"  starts nothing until {clock(sheet.waits_until)}{why}")
+    if sheet.postponed and sheet.postponed_until is not None:
+        why = f": {printable(sheet.postponed_reason)}" if sheet.postponed_reason else ""
+        lines.append(
+            f"  {plural(sheet.postponed, 'item')} postponed, the first until {clock(sheet.postponed_until)}{why}"
+        )
     return lines
 
 

@@ -67,6 +67,9 @@ PROGRAM = "headway.program"
     metavar="SECONDS",
     help="Delay of the first retry; doubles with each further one.  [default: 1]",
 )
+@click.option("--later-limit", metavar="N/TIME", help="How often an item may be postponed.  [default: 100/24h]")
+@click.option("--later", type=float, metavar="SECONDS", help="Delay of a program with exit status 75.  [default: 30]")
+@click.option("--setup", metavar="MODULE:FUNCTION", help="What each worker opens and passes to the function.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Time limit of one item.")
 @click.option("--rate", type=float, metavar="N", help="Start at most N items per second.")
 @click.option("--key", metavar="FIELD", help="Field that identifies an item; then lines may be added and moved.")
@@ -108,6 +111,9 @@ def run(
     mode: str | None,
     retries: int | None,
     retry_delay: float | None,
+    later_limit: str | None,
+    later: float | None,
+    setup: str | None,
     timeout: float | None,
     rate: float | None,
     key: str | None,
@@ -144,6 +150,8 @@ def run(
     from headway.config import Config
     from headway.core.ids import check_id
     from headway.core.lifecycle import Shutdown, on_signals
+    from headway.core.setup import checked
+    from headway.run import function as functions
     from headway.run.items import FileItems, WatchedItems
     from headway.run.output.results import Keep
     from headway.run.program import Program
@@ -155,6 +163,7 @@ def run(
             cli={
                 "database": database, "workers": workers, "mode": mode, "retries": retries, "retry_delay": retry_delay,
                 "timeout": timeout, "rate": rate, "max_failures": max_failures, "progress": progress, "color": color,
+                "later_limit": later_limit,
             }
         )  # fmt: skip
     # With JSON progress, errors on stderr are JSON lines too.
@@ -175,15 +184,14 @@ def run(
             from headway.web import run_page as beside
 
             beside.check()
-        work = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key)
+        work = _work(function, ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key, later=later, setup=setup)
         name = work.text if isinstance(work, Program) else function or ""
         options = None
         if fleet:
-            words = ctx.meta.get(PROGRAM)
-            program = (
-                None if words is None else {"words": words, "stdin": stdin, "stdout": stdout or "text", "key": key}
+            program = _program_facts(ctx.meta.get(PROGRAM), stdin=stdin, stdout=stdout, key=key, later=later)
+            options = _fleet_options(
+                config, work, program, slots, priority, setup, any_version=any_version, items=items
             )
-            options = _fleet_options(config, work, program, slots, priority, any_version=any_version, items=items)
         elif detach or slots or priority or any_version:
             raise UsageError("--slots, --priority, --detach and --any-version need --fleet.", hint="Add --fleet.")
         if detach and (output is not None or serve):
@@ -191,11 +199,14 @@ def run(
                 "--detach returns at once, so it cannot write a file or serve a page.",
                 hint="Later:  headway results JOB --output FILE,  headway serve",
             )
+        opens = None if setup is None else functions.load_any(setup)
+        settings = settings_of(config, work, name, last_pass=last_pass, fleet=fleet, setup=opens)
         request = RunRequest(
-            config, settings_of(config, work, name, last_pass=last_pass, fleet=fleet), work, name, Shutdown(),
+            config, settings, work, name, Shutdown(),
             Keep(results=results, printed=keep_output), output,
             configured_sinks(config),  # before anything is written, because an address may be wrong
             fleet=options, fresh=fresh, accept_changes=accept_changes, command=run_request.command(),
+            setup=None if setup is None else checked(opens, loop=settings.mode == "async", name="--setup"),
         )  # fmt: skip
         order = run_request.Order(request, None if job is None else check_id(job, "a job id"), serve, as_json, detach)
         limit = int(config["payload_limit"] or 0)
@@ -237,28 +248,43 @@ def _work(
     stdin: bool,
     stdout: Literal["text", "json"] | None,
     key: str | None,
+    later: float | None,
+    setup: str | None,
 ) -> Work:
     """Return the named function or program."""
     from headway.run import function as functions
-    from headway.run.program import Program
+    from headway.run.program import LATER_SECONDS, Program
 
     if words is not None:
         if function is not None:
             raise UsageError(
                 f"Both a function ({function}) and a program (after --) were given.", hint="Leave one out."
             )
-        return Program(words, stdin=stdin, stdout=stdout or "text", key=key)
+        if setup is not None:
+            raise UsageError("--setup is for functions, and a program starts anew for each item.", hint="Leave it out.")
+        return Program(
+            words, stdin=stdin, stdout=stdout or "text", key=key, later=LATER_SECONDS if later is None else later
+        )
     if function is None:
         raise UsageError(
             "No function or program was given.",
             hint="headway run module:function --items FILE, or headway run --items FILE -- program {}",
         )
-    if stdin or stdout:
+    if stdin or stdout or later is not None:
+        option = "--stdin" if stdin else "--stdout" if stdout else "--later"
         raise UsageError(
-            f"{'--stdin' if stdin else '--stdout'} is for programs, and {function} is a function.",
+            f"{option} is for programs, and {function} is a function.",
             hint="A program and its arguments come after --",
         )
-    return functions.load(function)
+    return functions.load(function, 1 if setup is None else 2)
+
+
+def _program_facts(words: Sequence[str] | None, *, later: float | None, **options: Any) -> dict[str, Any] | None:
+    """Return the arguments from which a slot builds the `Program`, or None for a function."""
+    if words is None:
+        return None
+    facts = {"words": words, **options, "stdout": options["stdout"] or "text"}
+    return facts if later is None else facts | {"later": later}
 
 
 def _fleet_options(
@@ -267,6 +293,7 @@ def _fleet_options(
     program: dict[str, Any] | None,
     slots: int | None,
     priority: str | None,
+    setup: str | None,
     *,
     any_version: bool,
     items: str,
@@ -278,7 +305,7 @@ def _fleet_options(
         raise UsageError(
             "A fleet needs all items at the start, so it cannot read a pipe.", hint="Write them to a file."
         )
-    options = FleetOptions(slots, priority or "normal", any_version, program)
+    options = FleetOptions(slots, priority or "normal", any_version, program, setup)
     check(config, work, options)
     return options
 

@@ -25,6 +25,7 @@ from headway.run.display.display import (
     open_display,
     summary,
     terminal_columns,
+    waiting,
 )
 from headway.run.items import Accept, PipedItems, Source
 from headway.run.plan import Changes, Plan
@@ -183,11 +184,12 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
         code = order.request.shutdown.exit_code if order.request.shutdown.signum is not None else 143
     shown = RunSnapshot(
         total=info.total if info.sealed else None, kept=ending.kept, done=ending.done, running=0, retrying=info.failed,
-        dead=info.dead, failures=ending.failures,
+        dead=info.dead, failures=ending.failures, postponed=ending.postponed,
     )  # fmt: skip
     facts = {
         "job": job.id, "outcome": ending.outcome, "total": info.total, "done": info.done, "kept": ending.kept,
         "dead": info.dead, "retrying": info.failed, "failures": ending.failures,
+        "postponed": ending.postponed,
         "seconds": round(ending.seconds, 3), "exit_code": code,
     }  # fmt: skip
     if order.as_json:
@@ -204,6 +206,8 @@ def _conclude(order: Order, display: Display, job: Job, ending: Ending) -> int:
             lines.insert(1, f"  {ending.rescued:,} succeeded only in the last pass over dead letters")
     else:
         lines = interrupted(job.id, shown, info.command, columns=columns)
+        if info.wait_until is not None:
+            lines.insert(0, waiting(info.wait_until, info.wait_reason))
         if ending.outcome == "stopped":
             lines.insert(0, f"Stopped: {plural(ending.died, 'item')} died in this run (--max-failures).")
             lines.append(f"See why first:  headway dead show {job.id} {options}".rstrip())

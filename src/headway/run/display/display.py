@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from textwrap import wrap
 from typing import ClassVar, Protocol, TextIO
 from unicodedata import east_asian_width
@@ -24,9 +24,11 @@ __all__ = [
     "Estimator",
     "RunSnapshot",
     "bar",
+    "describe_wait",
     "interrupted",
     "open_display",
     "summary",
+    "waiting",
 ]
 
 KINDS = ("auto", "bar", "plain", "json", "none")
@@ -57,6 +59,9 @@ PROGRESS_KEYS = {
     "last_error": "type of the last error of this run; null if there is none",
     "last_error_count": "how often an error of that type came",
     "paused_by": "who asked the run to pause; null while it goes on",
+    "waits_seconds": "for how long the whole job starts nothing (RetryLater); null while it does not wait",
+    "wait_reason": "why it waits; null while it does not",
+    "postponed": "how often RetryLater postponed an item in this run",
 }
 #: A bar narrower than this is left out.
 SHORTEST_BAR = 10
@@ -171,12 +176,36 @@ def _state(snapshot: RunSnapshot, estimator: Estimator) -> str:
     """Return the remaining time, or why there is no forecast."""
     if snapshot.paused_by:
         return f"paused by {printable(snapshot.paused_by)}"
+    if snapshot.wait_seconds:
+        return _waits(snapshot.wait_seconds, snapshot.wait_reason)
     silence, forecast = estimator.stalled, estimator.forecast
     if silence is not None:
         return f"stalled {duration(int(silence))}"
     if snapshot.only_retries:
         return "waiting to retry"
     return f"~{roughly(forecast.seconds)} left" if forecast else ""
+
+
+def _waits(seconds: float, reason: str) -> str:
+    return _waits_until(datetime.now().astimezone() + timedelta(seconds=seconds), reason)
+
+
+def _waits_until(until: datetime, reason: str) -> str:
+    """Format the wait of a job: ``waits until 14:05:10: the server answered 429``."""
+    local = until.astimezone()
+    today = local.date() == datetime.now().astimezone().date()
+    moment = local.strftime("%H:%M:%S" if today else "%d %b %H:%M")
+    return f"waits until {moment}" + (f": {printable(reason)}" if reason else "")
+
+
+def waiting(until: datetime, reason: str) -> str:
+    """Return the message that a job which is not running waits."""
+    return f"The job {_waits_until(until, reason)}."
+
+
+def describe_wait(seconds: float, reason: str) -> str:
+    """Return the message that a running job begins to wait."""
+    return f"The job {_waits(seconds, reason)}. Running items are finished; no attempt is counted."
 
 
 def _tenths(percent: float) -> float:
@@ -488,6 +517,8 @@ class _Json(_Base):
             eta_high_seconds=round(forecast.high, 1) if forecast else None,
             stalled_seconds=None if silence is None else round(silence, 1), last_error=snapshot.last_error or None,
             last_error_count=snapshot.last_error_count, paused_by=snapshot.paused_by or None,
+            waits_seconds=round(snapshot.wait_seconds, 1) or None, wait_reason=snapshot.wait_reason or None,
+            postponed=snapshot.postponed,
         )  # fmt: skip
 
     def _put(self, event: str, **facts: object) -> None:

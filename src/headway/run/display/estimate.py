@@ -43,6 +43,11 @@ class RunSnapshot:
     last_error_count: int = 0
     #: The user who paused the run; empty if it is not paused.
     paused_by: str = ""
+    #: Seconds that the whole job waits (RetryLater), and why.
+    wait_seconds: float = 0.0
+    wait_reason: str = ""
+    #: How often items were postponed in this run.
+    postponed: int = 0
     #: Whether this process was suspended since the last snapshot (Ctrl-Z, a paused container).
     stopped: bool = False
 
@@ -89,7 +94,7 @@ class Estimator:
             self._first = self._last = RunSnapshot(
                 snapshot.total, snapshot.kept, 0, 0, snapshot.retrying, snapshot.dead, 0
             )
-        if snapshot.paused_by or snapshot.stopped:
+        if snapshot.paused_by or snapshot.wait_seconds or snapshot.stopped:
             # A pause is neither a stall nor slowness: ignore its time.
             self._seen = self._moved = now
             self._last = snapshot

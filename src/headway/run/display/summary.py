@@ -47,6 +47,7 @@ def summary(
         f"{snapshot.position:,} done{kept}",
         f"{snapshot.dead:,} dead",
         f"{retries:,} {'retry' if retries == 1 else 'retries'}",
+        *([f"{snapshot.postponed:,} postponed"] if snapshot.postponed else []),
     ]
     lines = [f"Run {job} finished in {duration(seconds)}: " + ", ".join([*facts, *([rate] if rate else [])])]
     deadly = sorted((cause for cause in causes if cause.dead), key=lambda cause: -cause.dead)

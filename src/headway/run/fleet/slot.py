@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headway.core.lifecycle import Shutdown
-from headway.core.retry import RetryPolicy
-from headway.errors import HeadwayError, InvalidInput, NotFound, StaleClaim
+from headway.core.retry import LaterLimit, RetryPolicy
+from headway.core.setup import Setup, checked
+from headway.errors import HeadwayError, InvalidInput, NotFound, SetupFailed, StaleClaim
 from headway.ledger import Item, Job, JobInfo, Ledger, Recorded
 from headway.ledger.control import Control
 from headway.ledger.fleet import fleet
@@ -110,7 +111,7 @@ def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str,
             return {"ended": "the run is over"}
         try:
             order = json.loads(decode(seal_id(job.no, run), known.work))
-            work = _load(order)
+            work, setup = _load(order)
         except HeadwayError as error:
             return _refuse(ledger, known, id, str(error))
         differs = stamps.difference(order["stamp"], _stamp(order, work))
@@ -118,7 +119,7 @@ def serve(task: RunningTask, id: str, run: int, url: str, decode: Callable[[str,
             if not order["any_version"]:
                 return _refuse(ledger, known, id, f"its version differs: {differs}")
             log.warning("the version differs, which was allowed", job=id, reason=differs)
-        return _work_off(task, ledger, id, known, order, work)
+        return _work_off(task, ledger, id, known, order, work, setup)
 
 
 def seal_id(job: int, run: int) -> str:
@@ -129,10 +130,14 @@ def seal_id(job: int, run: int) -> str:
     return f"fleet {job}.{run}"
 
 
-def _load(order: dict[str, Any]) -> Work:
+def _load(order: dict[str, Any]) -> tuple[Work, Setup | None]:
+    """Return the work of a slot, and its checked set-up."""
     if order["program"] is not None:
-        return Program(**order["program"])
-    return functions.load(order["function"])
+        return Program(**order["program"]), None
+    name = order.get("setup")  # orders of an earlier version have none
+    if name is None:
+        return functions.load(order["function"]), None
+    return functions.load(order["function"], 2), checked(functions.load_any(name), loop=order["mode"] == "async")
 
 
 def _stamp(order: dict[str, Any], work: Work) -> stamps.Stamp:
@@ -151,24 +156,33 @@ def _refuse(ledger: Ledger, known: Fleet, id: str, why: str) -> dict[str, Any]:
 
 
 def _work_off(
-    task: RunningTask, ledger: Ledger, id: str, known: Fleet, order: dict[str, Any], work: Work
+    task: RunningTask,
+    ledger: Ledger,
+    id: str,
+    known: Fleet,
+    order: dict[str, Any],
+    work: Work,
+    setup: Setup | None,
 ) -> dict[str, Any]:
     shutdown = Shutdown()
     share = SlotShare(ledger, id, known, task, shutdown)
     settings = Settings(
         workers=order["workers"], mode=order["mode"], policy=RetryPolicy(**order["policy"]),
         timeout=order["timeout"], rate=order["rate"], last_pass=False, commit_seconds=COMMIT_SECONDS,
+        later_limit=LaterLimit.parse(order.get("later_limit", str(LaterLimit()))),
     )  # fmt: skip
     loop = RunLoop(
         HeldJob(share, share.hold, lambda _: share.renew_share()), settings,
         RunContext(open_display("none", stream=None), shutdown), Keep(**order["keep"]),
-        lambda parts: LocalRunner(parts, work),
+        lambda parts: LocalRunner(parts, work, setup),
         lambda _, on_damaged: SharedBacklog(share, order["workers"], on_damaged),
     )  # fmt: skip
     try:
         ending = loop.run()
     except StaleClaim:
         return {"ended": "the fleet no longer holds the job"}
+    except SetupFailed as error:
+        return _refuse(ledger, known, id, str(error))
     finally:
         share.leave()
     return {"ended": share.why or "nothing was left to claim", "done": ending.done, "failures": ending.failures}

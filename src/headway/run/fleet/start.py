@@ -58,6 +58,8 @@ class FleetOptions:
     any_version: bool = False
     #: The arguments from which workers build the `Program`, if the job runs one.
     program: Mapping[str, Any] | None = None
+    #: The set-up of the workers, as ``module:function``.
+    setup: str | None = None
 
 
 def check(config: Config, call: Work, options: FleetOptions) -> None:
@@ -72,14 +74,14 @@ def check(config: Config, call: Work, options: FleetOptions) -> None:
     if options.priority not in {priority.value for priority in Priority}:
         raise InvalidInput(f"priority must be urgent, high, normal or low (got {options.priority!r}).")
     if options.program is None:
-        _importable(call)
+        importable(call)
 
 
-def _importable(call: Work) -> str:
-    """Return the name by which workers import the function."""
+def importable(call: Work) -> str:
+    """Return the name by which workers import the function or set-up."""
     name = functions.name_of(call) if not isinstance(call, Program) else ""
     try:
-        if name.startswith("__main__:") or functions.load(name) is not call:
+        if name.startswith("__main__:") or functions.load_any(name) is not call:
             raise InvalidInput(f"{name} is a different function when imported by name.")
     except HeadwayError as error:
         raise InvalidInput(
@@ -108,7 +110,9 @@ def start(ledger: Ledger, held: HeldJob, request: RunRequest) -> None:
     # Each slot gets an equal share of the rate, by default for one slot per worker.
     slots = options.slots or max(1, fleet_slots.count_workers(ledger.database))
     order = {
-        "function": None if options.program is not None else _importable(request.work),
+        "function": None if options.program is not None else importable(request.work),
+        "setup": options.setup,
+        "later_limit": str(settings.later_limit),
         "program": None if options.program is None else dict(options.program),
         "workers": settings.workers,
         "mode": settings.mode,
@@ -249,6 +253,7 @@ class _Watched:
             total=info.total if info.sealed else None, kept=self._this.kept, done=info.done - self._this.kept,
             running=self._job.progress().running, retrying=info.failed, dead=info.dead,
             failures=info.failures - self._failures, paused_by=asked.actor if asked.paused else "",
+            wait_seconds=asked.wait, wait_reason=asked.wait_reason,
         )  # fmt: skip
 
     def ending(self, outcome: str) -> Ending:

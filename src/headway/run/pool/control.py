@@ -1,4 +1,4 @@
-"""Control requests of other processes: pause, resume, scale and stop."""
+"""Control requests of other processes (pause, resume, scale, stop), and the wait of the job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,21 @@ class ControlRequests:
         """The user or program that stopped the run by a request; empty if none did."""
         return self._last.actor if self._last.stopping else ""
 
+    def obey_wait(self) -> None:
+        """Close the gate if an earlier run or another process has let the job wait."""
+        self._obey(self._held.job.asked(self._held.hold.run))
+
+    def _obey(self, asked: Control) -> None:
+        if asked.wait:
+            self._gate.wait(asked.wait, asked.wait_reason)
+
     def poll(self, now: float) -> None:
         """Apply new requests, at most every `POLL_SECONDS`."""
         if now < self._poll_at:
             return
         self._poll_at = now + POLL_SECONDS
         before, self._last = self._last, self._held.job.asked(self._held.hold.run)
+        self._obey(self._last)
         if self._last.version != before.version:
             self._apply(before, self._last)
 

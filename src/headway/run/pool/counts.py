@@ -19,6 +19,8 @@ class RunCounts:
         self._done = self._rescued = 0
         #: Failed attempts, and items that died, in this run.
         self.failures = self.died = 0
+        #: Postponements in this run.
+        self.postponed = 0
         #: Results that were not kept.
         self.unkept = 0
         #: Failures that workers reported and no commit has recorded.
@@ -38,6 +40,7 @@ class RunCounts:
         """Count what the ledger recorded."""
         self._done += recorded.done
         self.failures += recorded.failed + recorded.dead
+        self.postponed += recorded.postponed
         self._retrying, self._dead = recorded.waiting, recorded.given_up
         if self.in_last_pass:
             self._rescued += recorded.done
@@ -61,17 +64,26 @@ class RunCounts:
         self._done, self._retrying, self._dead = info.done - self._kept, info.failed, info.dead
         return lost
 
-    def snapshot(self, *, running: int, has_total: bool, paused_by: str, stopped: bool = False) -> RunSnapshot:
+    def snapshot(
+        self,
+        *,
+        running: int,
+        has_total: bool,
+        paused_by: str,
+        wait: tuple[float, str] = (0.0, ""),
+        stopped: bool = False,
+    ) -> RunSnapshot:
         """Return the counts for the display."""
         return RunSnapshot(
             total=self.total if has_total else None, kept=self._kept, done=self._done, running=running,
             retrying=self._retrying, dead=self._dead, failures=self.failures, last_error=self._last_error,
             last_error_count=self._errors[self._last_error], paused_by=paused_by, stopped=stopped,
+            wait_seconds=wait[0], wait_reason=wait[1], postponed=self.postponed,
         )  # fmt: skip
 
     def ending(self, outcome: str, *, completed: bool, seconds: float) -> Ending:
         """Return how the run ended."""
         return Ending(
             outcome=outcome, done=self._done, kept=self._kept, dead=self._dead, died=self.died, failures=self.failures,
-            rescued=self._rescued, completed=completed, seconds=seconds,
+            rescued=self._rescued, completed=completed, seconds=seconds, postponed=self.postponed,
         )  # fmt: skip

@@ -19,13 +19,29 @@ class StartGate:
         self.paused = False
         #: The user or program that paused the run.
         self.paused_by = ""
+        #: Until when the job waits, on the monotonic clock, and why.
+        self.waits_until = 0.0
+        self.wait_reason = ""
+        #: Whether a wait has begun or grown, so that workers must return what they have not begun.
+        self.must_recall = False
         self._allowance = 0.0
         self._allowance_at = time.monotonic()
 
     @property
     def is_open(self) -> bool:
         """Whether any item may start. Unrecorded failures that could reach the limit must be committed first."""
-        return not self.paused and self.failures_left() != 0
+        return not self.paused and not self.wait_left and self.failures_left() != 0
+
+    @property
+    def wait_left(self) -> float:
+        """Seconds that the job still waits; 0 if it does not."""
+        return max(0.0, self.waits_until - time.monotonic()) if self.waits_until else 0.0
+
+    def wait(self, seconds: float, reason: str) -> None:
+        """Start nothing for ``seconds``, unless a longer wait has begun."""
+        until = time.monotonic() + seconds
+        if until > self.waits_until + 0.5 or not self.wait_left:
+            self.waits_until, self.wait_reason, self.must_recall = until, reason, True
 
     def failures_left(self) -> int | None:
         """Return how many items may still die before ``max_failures`` ends the run.

@@ -7,8 +7,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from headway.core.setup import Setup
 from headway.core.text import plural
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, SetupFailed
 from headway.ledger import Failure
 from headway.run.output.console import Console
 from headway.run.pool.processes import CannotStart, Crew, WorkerHandle
@@ -32,7 +33,7 @@ START_SECONDS_MOST = 15.0
 class LocalRunner(Runner):
     """Runs items in worker processes on this machine."""
 
-    def __init__(self, parts: RunParts, work: Work) -> None:
+    def __init__(self, parts: RunParts, work: Work, setup: Setup | None = None) -> None:
         self._parts, self._settings = parts, parts.settings
         self._backlog, self._gate, self._outcomes = parts.backlog, parts.gate, parts.outcomes
         self._say = parts.context.display.say
@@ -40,7 +41,8 @@ class LocalRunner(Runner):
         self._console = Console() if parts.context.display.live and Console.is_needed() else None
         if self._console is not None:
             parts.selector.register(self._console, selectors.EVENT_READ, self._console)
-        order = WorkerOrder(work, parts.settings.mode, parts.settings.timeout, parts.keep)
+        order = WorkerOrder(work, parts.settings.mode, parts.settings.timeout, parts.keep, setup)
+        self._has_setup = setup is not None
         self._crew = Crew(parts.selector, order, parts.settings, parts.held.hold.mark, self._console)
         # Async workers and programs enforce the timeout themselves. The parent kills them only after this extra time.
         self._slack = 2.0 if parts.settings.mode == "async" else 0.0
@@ -208,6 +210,8 @@ class LocalRunner(Runner):
             worker.recalled = False
             self._backlog.put_back(worker.out.pop(idx) for idx in frame["back"] if idx in worker.out)
             return
+        if "setup" in frame:
+            raise SetupFailed(frame["setup"])
         if "short" in frame:
             self._programs_are_short(frame["short"])
             return
@@ -259,7 +263,7 @@ class LocalRunner(Runner):
                 self._cannot_start(
                     HeadwayError(
                         f"{self._stillborn} workers in a row {how} before they started an item.",
-                        hint="Call the function once in a new process to see why.",
+                        hint=f"Call the {'set-up' if self._has_setup else 'function'} once in a new process to see why.",
                     )
                 )
         self._backlog.put_back(worker.out.values())

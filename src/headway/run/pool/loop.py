@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from headway.core.lifecycle import Budget
 from headway.core.text import plural
-from headway.errors import HeadwayError
-from headway.run.display.display import RunSnapshot
+from headway.errors import HeadwayError, SetupFailed
+from headway.run.display.display import RunSnapshot, describe_wait
 from headway.run.output.results import Keep
 from headway.run.pool.backlog import Backlog, MakeBacklog
 from headway.run.pool.control import ControlRequests
@@ -70,8 +70,12 @@ class RunLoop:
         if feed is not None and not feed.ended:
             self._selector.register(feed.fileno(), selectors.EVENT_READ, feed)
         try:
+            self._control.obey_wait()  # before anything starts
             while self._run_once():
                 pass
+        except SetupFailed:
+            self._outcomes.end()  # no running item is to blame
+            raise
         finally:
             self._runner.close()
             self._selector.close()
@@ -117,6 +121,8 @@ class RunLoop:
             if outcomes and (now >= commit_at or outcomes.are_urgent):
                 outcomes.commit()
                 commit_at = max(time.monotonic() + COMMIT_PAUSE, now + self._settings.commit_seconds)
+            if self._gate.must_recall:
+                self._begin_wait()
             if self._has_ended(now):
                 return
             if now >= chores_at:
@@ -161,7 +167,9 @@ class RunLoop:
             until = min(until, commit_at)
         if self._backlog.next_due is not None and not self._backlog.ready:
             until = min(until, self._backlog.next_due)
-        if self._gate.interval is not None and self._backlog.ready:
+        if wait := self._gate.wait_left:
+            until = min(until, now + wait)
+        elif self._gate.interval is not None and self._backlog.ready:
             until = min(until, now + self._gate.interval)
         return max(0.0, until - now)
 
@@ -202,6 +210,7 @@ class RunLoop:
             running=self._runner.busy,
             has_total=not self._feed_is_open(),
             paused_by=self._gate.paused_by,
+            wait=(self._gate.wait_left, self._gate.wait_reason),
             stopped=stopped,
         )
 
@@ -221,6 +230,13 @@ class RunLoop:
                 f"{self._held.job.id} were registered.",
                 hint="Run the same command again: it registers the missing items and runs them.",
             )
+
+    def _begin_wait(self) -> None:
+        """Take back what workers have not begun, because the job waits."""
+        self._gate.must_recall = False
+        if self._stop_reason is None:
+            self._runner.recall()
+            self._context.display.say(describe_wait(self._gate.wait_left, self._gate.wait_reason))
 
     # ---- stopping --------------------------------------------------------------------------------------------------
 

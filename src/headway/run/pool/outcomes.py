@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from random import getrandbits
 from typing import Any
 
-from headway.ledger import Done, Failed, Failure, Item, Outcome
+from headway.ledger import Done, Failed, Failure, Item, Later, Outcome
 from headway.ledger.values import FailedOutcome
 from headway.run.output.results import Keep
 from headway.run.pool.backlog import Backlog
@@ -33,6 +34,7 @@ class Outcomes:
         batches: BatchSizer,
     ) -> None:
         self._held, self._policy, self._keeps_results = held, settings.policy, keep.results
+        self._later_limit = settings.later_limit
         self._backlog, self._gate, self._counts, self._batches = backlog, gate, counts, batches
         self._inbox: list[Outcome] = []
         #: Items recorded as running. If this process is killed, each of them is charged an attempt.
@@ -61,7 +63,15 @@ class Outcomes:
                     Failed(idx, failure, how, None, took, name, seen=attempts, retryable=retryable, printed=text)
                 )
                 seconds += took
-        if count := len(frame["done"]) + len(frame["failed"]):
+        for idx, took, delay, reason, whole_job in frame["later"]:
+            if out.pop(idx, None) is not None:
+                if whole_job:
+                    self._gate.wait(delay, reason)
+                self._inbox.append(
+                    Later(idx, delay, reason, getrandbits(62), whole_job, took, name, limit=self._later_limit)
+                )
+                seconds += took
+        if count := len(frame["done"]) + len(frame["failed"]) + len(frame["later"]):
             self._batches.observe(seconds, count)
 
     def fail(

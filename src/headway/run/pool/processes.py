@@ -32,6 +32,10 @@ STOP = '{"stop":true}'
 SPARE_FILES = 16
 
 
+#: Seconds that workers get at the end to close what their set-up has opened.
+CLOSE_SECONDS = 15.0
+
+
 class CannotStart(HeadwayError):
     """The system refuses to start another worker process."""
 
@@ -222,7 +226,7 @@ class Crew:
 
     def close(self) -> None:
         """Stop all workers; kill those that still have items."""
-        deadline = Budget(2.0)
+        deadline = Budget(2.0 if self._order.setup is None else CLOSE_SECONDS)
         for worker in self:
             if worker.out:
                 worker.kill()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.core.lifecycle import Shutdown
-from headway.core.retry import RetryPolicy
+from headway.core.retry import LaterLimit, RetryPolicy
 from headway.ledger import Hold, Job
 from headway.run.display.display import Display
 from headway.run.function import FORK, Start
@@ -47,6 +47,7 @@ class Settings:
     max_failures: int | None = None
     last_pass: bool = True
     start: Start = FORK
+    later_limit: LaterLimit = field(default_factory=LaterLimit)
     #: Minimum interval between the starts of two commits, seconds.
     commit_seconds: float = COMMIT_PAUSE
     #: The ``--database`` option for suggested commands, if the database is not the configured one.
@@ -66,6 +67,8 @@ class Ending:
     rescued: int
     completed: bool
     seconds: float
+    #: How often items were postponed by RetryLater.
+    postponed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

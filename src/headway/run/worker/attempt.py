@@ -17,8 +17,9 @@ from dataclasses import replace
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
 from typing import Any, Literal
 
+from headway.core.failure import bounded_error
 from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RetryLater, is_delay
 from headway.ledger import Failure, describe
 from headway.run.output.results import RESULT_LIMIT, Keep, as_plain
 from headway.run.program import TIMED_OUT, ProgramFailed
@@ -203,6 +204,20 @@ def kept_result(result: object, keep: Keep) -> str | Literal[False] | None:
             raise
         return False
     return text if keep.all_results or len(text) <= RESULT_LIMIT else False
+
+
+def later_row(idx: int, seconds: float, error: BaseException) -> tuple[int, float, float, str, bool] | None:
+    """Return a postponement in the format that is reported to the parent, or None for any other exception.
+
+    A `RetryLater` whose fields were changed to invalid values is treated as any other exception.
+    """
+    if not issubclass(type(error), RetryLater):
+        return None
+    fields = vars(error)
+    delay, reason = fields.get("seconds"), fields.get("reason")
+    if not is_delay(delay) or not isinstance(reason, str):
+        return None
+    return idx, seconds, float(delay), bounded_error(reason), fields.get("scope") == "job"
 
 
 def failed_row(idx: int, attempts: int, seconds: float, error: BaseException, printed: str | None) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ from headway._version import __version__
 from headway.core.lifecycle import LOOK_SECONDS, Stopwatch
 from headway.run.output.capture import Printing
 from headway.run.output.results import Keep
-from headway.run.worker.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, watch
+from headway.run.worker.attempt import TimeIsUp, TimeLimit, decoded, failed_row, kept_result, later_row, watch
 from headway.run.worker.protocol import SLOT_SIZE, SlotTable
 
 #: A batch that has run this many seconds gives back the items it has not begun.
@@ -166,12 +166,14 @@ def run(
     page = _open(orders.page) if slot is not None else None
     done: list[tuple[Any, ...]] = []
     failed: list[tuple[Any, ...]] = []
+    later: list[tuple[int, float, float, str, bool]] = []
     printed: list[tuple[int, str]] = []
     back: list[int] = []
     until = time.monotonic() + SPELL_SECONDS
     with _printing(orders.keep) as printing:
         for place, (idx, attempts, text) in enumerate(work):
             late = place and time.monotonic() > until
+            late = late or any(whole_job for *_, whole_job in later)
             if late or (page is not None and page.recalled) or (failures is not None and len(failed) >= failures):
                 back = [each for each, _, _ in work[place:]]
                 break
@@ -180,33 +182,38 @@ def run(
                 page.begin(slot, idx, began)
             if printing is not None:
                 printing.begin()
-            row, is_failure = _run_one(orders, idx, attempts, text, began, printing)
-            (failed if is_failure else done).append(row)
-            if not is_failure and orders.keep.printed == "all" and (words := _words(printing)):
+            row, error = _run_one(orders, idx, attempts, text, began, printing)
+            postponed = None if error is None else later_row(idx, time.monotonic() - began, error)
+            if postponed is not None:
+                later.append(postponed)
+            else:
+                (done if error is None else failed).append(row)
+            if error is None and orders.keep.printed == "all" and (words := _words(printing)):
                 printed.append((idx, words))
             if page is not None and slot is not None:
                 page.end(slot)
     where = f"{platform.node()} {os.getpid()}"
     return {
-        "ticket": ticket, "done": done, "failed": failed, "printed": printed, "back": back,
+        "ticket": ticket, "done": done, "failed": failed, "later": later, "printed": printed, "back": back,
         "where": where, "page": page is not None,
     }  # fmt: skip
 
 
 def _run_one(
     orders: Orders, idx: int, attempts: int, text: str, began: float, printing: Printing | None
-) -> tuple[tuple[Any, ...], bool]:
+) -> tuple[tuple[Any, ...], BaseException | None]:
+    """Run one item. Return its row, and the exception that it raised."""
     process = os.getpid()
     try:
         result = _call(orders.function, decoded(text), orders.timeout)
         if os.getpid() != process:
             os._exit(0)  # a child forked by the function returned: it must not go on with our work
         seconds = time.monotonic() - began
-        return (idx, seconds, kept_result(result, orders.keep)), False
+        return (idx, seconds, kept_result(result, orders.keep)), None
     except BaseException as error:  # noqa: BLE001 - any exception of the user's function is the item's outcome
         if os.getpid() != process:
             os._exit(0)
-        return failed_row(idx, attempts, time.monotonic() - began, error, _words(printing)), True
+        return failed_row(idx, attempts, time.monotonic() - began, error, _words(printing)), error
 
 
 def _words(printing: Printing | None) -> str | None:

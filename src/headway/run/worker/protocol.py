@@ -12,10 +12,12 @@ Frames from a worker:
 
     {"done": [[idx, seconds, result, or false: not kept, or null: none], ...],
      "failed": [[idx, attempts, seconds, type, message, frame, detail, retryable, printed or null], ...],
+     "later": [[idx, seconds, delay, reason, whole job], ...],     postponed by RetryLater
      "printed": [[idx, text], ...]}               output of items in this or a later "done"
     {"back": [idx, ...]}                          items it will not begin
     {"alone": [idx, ...]}                         items that another one may have disturbed: rerun each alone
     {"short": reason}                             no program could be started for lack of resources
+    {"setup": reason}                             its set-up failed; it exits
 """
 
 from __future__ import annotations

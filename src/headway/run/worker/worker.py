@@ -30,11 +30,12 @@ from typing import Any, Literal, NoReturn
 
 from headway.core.failure import kept_text
 from headway.core.lifecycle import STOP_SIGNALS
-from headway.errors import HeadwayError
+from headway.core.setup import Opened, Setup, enter, enter_async
+from headway.errors import HeadwayError, SetupFailed
 from headway.run.output.capture import Printing
 from headway.run.output.results import Keep
 from headway.run.program import CannotStartNow, Program, ProgramFailed, Work
-from headway.run.worker.attempt import TimeLimit, decoded, failed_row, kept_result
+from headway.run.worker.attempt import TimeLimit, decoded, failed_row, kept_result, later_row
 from headway.run.worker.protocol import Slots, Wire, unpack_work
 from headway.telemetry import Log
 
@@ -67,6 +68,8 @@ class WorkerOrder:
     mode: str
     timeout: float | None
     keep: Keep
+    #: Entered once per process, thread or event loop; what it yields is the function's second argument.
+    setup: Setup | None = None
 
 
 def main(wire: Wire, slots: Slots, order: WorkerOrder) -> NoReturn:
@@ -136,7 +139,8 @@ class RunWorker:
         self._reports = Reports(self._link)
         self._children = ForkedChildren(wire)
         self._program = order.work if isinstance(order.work, Program) else None
-        self._function: Callable[[Any], Any] = _nothing if isinstance(order.work, Program) else order.work
+        self._function: Callable[..., Any] = _nothing if isinstance(order.work, Program) else order.work
+        self._setup = order.setup
         self._printing = Printing(several=slots.count > 1) if order.keep.printed != "none" else None
         if self._printing is not None and self._program is None:
             self._printing.enter_worker()
@@ -152,8 +156,36 @@ class RunWorker:
 
     def serve(self, slot: int) -> None:
         """Run one item after the other."""
+        opened: Opened | None = None
+        function = self._function
+        if self._setup is not None:
+            try:
+                opened = enter(self._setup)
+            except SetupFailed as error:
+                self._children.end_if_child()
+                self._report_setup(error)
+                return
+            self._children.end_if_child()
+            function = self._with_value(opened)
         while (work := self._next()) is not None:
-            self._run(slot, *work)
+            self._run(slot, function, *work)
+        if opened is not None:
+            self.flush()  # first, because closing may take long or kill the process
+            self._note_closed(opened.close())
+
+    def _with_value(self, opened: Opened) -> Callable[[Any], Any]:
+        function, value = self._function, opened.value
+        return lambda payload: function(payload, value)
+
+    def _report_setup(self, error: SetupFailed) -> None:
+        """Tell the parent that no item can start here. It ends the run."""
+        self._stopping = True
+        self._link.send({"setup": str(error)})
+
+    def _note_closed(self, problem: str) -> None:
+        if problem:
+            with suppress(Exception):  # a program that called `headway.map` configures no log; stderr may be closed
+                sys.stderr.write(f"headway: the set-up of a worker could not be closed: {problem}\n")
 
     def serve_threads(self) -> None:
         """Run items in one thread per slot."""
@@ -177,6 +209,20 @@ class RunWorker:
             thread.join()
 
     async def serve_async(self) -> None:
+        """Enter the set-up, run the items, and close it."""
+        if self._setup is None:
+            await self._serve_loop(self._function)
+            return
+        try:
+            opened = await enter_async(self._setup)
+        except SetupFailed as error:
+            self._report_setup(error)
+            return
+        await self._serve_loop(self._with_value(opened))
+        self.flush()
+        self._note_closed(await opened.aclose())
+
+    async def _serve_loop(self, function: Callable[[Any], Any]) -> None:
         """Run each item as its own task as soon as a slot is free.
 
         No task of ours runs beside them that a function could cancel.
@@ -191,7 +237,7 @@ class RunWorker:
                 idx, attempts, text = self._todo.popleft()
                 slot, began = free.pop(), time.monotonic()
                 self._slots.begin(slot, idx, began)
-                task = loop.create_task(self._attempt(text))
+                task = loop.create_task(self._attempt(function, text))
                 running.add(task)
                 task.add_done_callback(partial(finish, slot, idx, attempts, began))
             if not running:
@@ -227,14 +273,14 @@ class RunWorker:
             with suppress(asyncio.CancelledError):  # a function cancelled all tasks
                 await asyncio.wait([ended])
 
-    async def _attempt(self, text: str) -> _Attempted:
+    async def _attempt(self, function: Callable[[Any], Any], text: str) -> _Attempted:
         # No exception may escape: KeyboardInterrupt and SystemExit would end the loop.
         if self._printing is not None:
             self._printing.begin()
         try:
             payload = decoded(text)
             async with TimeLimit(self._timeout) if self._timeout is not None else nullcontext():
-                result = await self._function(payload)
+                result = await function(payload)
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the item's outcome
             self._children.end_if_child()
             return None, error, self._end_printing(None)
@@ -253,7 +299,7 @@ class RunWorker:
                 self._reports.flush()
                 self._wake.acquire()
 
-    def _run(self, slot: int, idx: int, attempts: int, text: str) -> None:
+    def _run(self, slot: int, function: Callable[[Any], Any], idx: int, attempts: int, text: str) -> None:
         began = time.monotonic()
         self._slots.begin(slot, idx, began)
         printed = None
@@ -261,7 +307,7 @@ class RunWorker:
             self._printing.begin()
         try:
             if self._program is None:
-                result = self._function(decoded(text))
+                result = function(decoded(text))
             else:
                 result, printed = self._program.run(idx, decoded(text), self._timeout)
         except CannotStartNow as error:
@@ -314,6 +360,13 @@ class RunWorker:
     def _report_failure(
         self, idx: int, attempts: int, began: float, error: BaseException, printed: str | None = None
     ) -> None:
+        postponed = later_row(idx, time.monotonic() - began, error)
+        if postponed is not None:
+            self._reports.add_later(postponed)
+            if postponed[-1]:  # the job waits
+                self._reports.flush()
+                self._give_back(ending=False)
+            return
         if type(error) is ProgramFailed:
             printed = self._end_printing(error.printed)
         self._reports.add_failed(failed_row(idx, attempts, time.monotonic() - began, error, printed))
@@ -462,6 +515,7 @@ class Reports:
         self._link = link
         self._done: deque[tuple[int, float, str | Literal[False] | None]] = deque()
         self._failed: deque[tuple[Any, ...]] = deque()
+        self._later: deque[tuple[int, float, float, str, bool]] = deque()
         self._printed: deque[tuple[int, str]] = deque()
         self._flushed_at = time.monotonic()
         self._size = 0  # size of the unreported results; a racy sum, which can only cost memory
@@ -472,7 +526,7 @@ class Reports:
     @property
     def pending(self) -> bool:
         """Whether items wait to be reported."""
-        return bool(self._done or self._failed)
+        return bool(self._done or self._failed or self._later)
 
     @property
     def failed_too_often(self) -> bool:
@@ -491,6 +545,11 @@ class Reports:
         self._failures += 1
         self.flush_if_late()
 
+    def add_later(self, row: tuple[int, float, float, str, bool]) -> None:
+        """Add an item that was postponed, as a row of `headway.run.worker.attempt.later_row`."""
+        self._later.append(row)
+        self.flush_if_late()
+
     def add_printed(self, idx: int, text: str) -> None:
         """Add the output of an item. Call it before `add_done`, so that the output is not sent later."""
         self._printed.append((idx, text))
@@ -506,9 +565,10 @@ class Reports:
             self._flushed_at, self._size = time.monotonic(), 0
             done = [self._done.popleft() for _ in range(len(self._done))]
             failed = [self._failed.popleft() for _ in range(len(self._failed))]
+            later = [self._later.popleft() for _ in range(len(self._later))]
             printed = [self._printed.popleft() for _ in range(len(self._printed))]
-            if done or failed:
-                self._link.send({"done": done, "failed": failed, "printed": printed})
+            if done or failed or later:
+                self._link.send({"done": done, "failed": failed, "later": later, "printed": printed})
 
 
 @contextmanager

@@ -98,6 +98,13 @@ class JobSheet(NamedTuple):
     durations: Annotated[Durations | None, "how long items took; null while no time was recorded"] = None
     note: Annotated[str | None, "why a worker refused to join the job's fleet, if one did"] = None
     stalled: Annotated[str | None, "text of the open alert `stalled_job` of this job"] = None
+    waits_until: Annotated[
+        datetime | None, "until when nothing of the job starts (RetryLater); null if it does not wait"
+    ] = None
+    wait_reason: Annotated[str | None, "why it waits; null if it does not"] = None
+    postponed: Annotated[int, "items that RetryLater postponed and that still wait"] = 0
+    postponed_until: Annotated[datetime | None, "when the first of them runs again"] = None
+    postponed_reason: Annotated[str | None, "why that one waits"] = None
 
     @property
     def kept(self) -> int:
@@ -141,6 +148,7 @@ def read_sheet_and_minutes(job: ledger.Job, past: float | None = None) -> tuple[
     found = speed_of(info, runs[-1].started_at.timestamp(), runs[-1].kept, minutes, now) if runs else Speed()
     early, likely, late = found.forecast or (None, None, None)
     asked = job.asked(runs[-1].no) if info.status == "paused" and runs else None
+    postponed = job.postponed() if info.failed else None
     sheet = JobSheet(
         job=job_view(info),
         running=items_in_progress(job.progress().running, info.remaining - info.failed, found.at_work),
@@ -155,6 +163,11 @@ def read_sheet_and_minutes(job: ledger.Job, past: float | None = None) -> tuple[
         durations=read_durations(job, info.total),
         note=job.fleet_note(),
         stalled=read_stalled(job.database).get(job.id) if info.holder is not None else None,
+        waits_until=info.wait_until,
+        wait_reason=info.wait_reason if info.wait_until is not None else None,
+        postponed=0 if postponed is None else postponed.items,
+        postponed_until=None if postponed is None else postponed.until,
+        postponed_reason=None if postponed is None else postponed.reason,
     )
     return sheet, minutes, found, now
 
