@@ -23,6 +23,7 @@ from contextvars import copy_context
 from typing import Any
 
 from headway._lease import Owner
+from headway._sql import Tx
 from headway.core.failure import Failure
 from headway.errors import StorageError
 from headway.queue.store import claim as claims
@@ -31,6 +32,7 @@ from headway.queue.store.claim import Claimant
 from headway.queue.task import PRIORITIES, Claim, Status, Task
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.execution import Ended, RunningTask, perform, perform_async
+from headway.queue.worker.outcomes import record_failure
 
 _here = threading.local()  # `running`: a handler runs in this thread
 
@@ -60,8 +62,7 @@ def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
     ended: list[Task] = []
     who = Claimant("eager", Owner.current(), sorted(queue.handlers), 3600.0)
     while len(ended) < limit:
-        # Make retries due at once: a test does not wait for their backoff.
-        queue.database.run(lambda tx: tx.execute("UPDATE tasks SET run_at = 0 WHERE status = 'QUEUED' AND ready = 0"))
+        queue.database.run(_make_due)
         claimed = queue.database.run(lambda tx: claims.claim(tx, who, queues=PRIORITIES, limit=1))
         if not claimed:
             break
@@ -71,6 +72,12 @@ def run_waiting(queue: TaskQueue, *, limit: int = 1000) -> list[Task]:
         finally:
             _here.running = False
     return ended
+
+
+def _make_due(tx: Tx) -> None:
+    """End every delay: a test does not wait for a retry or for `RetryLater`."""
+    tx.execute("UPDATE tasks SET run_at = 0 WHERE status = 'QUEUED' AND ready = 0")
+    tx.execute("DELETE FROM task_holds")
 
 
 def _run(queue: TaskQueue, claim: Claim) -> Task:
@@ -92,10 +99,7 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
     if result.failure is None:
         stored = None if result.result is None else queue.backend.encode_result(claim.id, result.result)
         return queue.database.run(lambda tx: outcomes.complete(tx, claim, stored, seconds))
-    failure, outcome, retryable = result.failure, result.outcome, result.retryable
-    return queue.database.run(
-        lambda tx: outcomes.fail(tx, claim, failure, outcome=outcome, retryable=retryable, seconds=seconds)
-    )
+    return queue.database.run(lambda tx: record_failure(tx, claim, result, seconds))
 
 
 def _perform(queue: TaskQueue, task: RunningTask, payload: str) -> Ended:

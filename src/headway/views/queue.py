@@ -35,11 +35,20 @@ class QueueView(NamedTuple):
     workers: Annotated[int | None, "online workers that serve it; null: unknown, from an older server"] = None
 
 
+class KindHoldView(NamedTuple):
+    """A kind of which nothing starts now."""
+
+    kind: Annotated[str, "the kind"]
+    until: Annotated[datetime, "until when"]
+    reason: Annotated[str, "the reason that the handler gave"]
+
+
 class Queues(NamedTuple):
     """`headway queues`: the queues, in the order of service."""
 
     queues: Annotated[tuple[QueueView, ...], "urgent, high, normal, low"]
     workers_online: Annotated[int | None, "online workers; null: unknown, from an older server"] = None
+    holds: Annotated[tuple[KindHoldView, ...], "kinds of which nothing starts now, by `RetryLater`"] = ()
 
     def as_json(self) -> Json:
         return document(self)
@@ -99,6 +108,9 @@ class TaskSheet(NamedTuple):
     unserved: Annotated[bool, "whether it is ready and no online worker runs its kind"] = False
     hinted_at: Annotated[datetime | None, "when its id was last given to RQ; null: RQ does not know the task"] = None
     workers_online: Annotated[int | None, "online workers; null: unknown, from an older server"] = None
+    postponed: Annotated[int, "how often its handler postponed it by `RetryLater`"] = 0
+    waits_until: Annotated[datetime | None, "until when it waits because of `RetryLater`"] = None
+    waits_reason: Annotated[str, "why it waits until then"] = ""
 
     def as_json(self) -> Json:
         return document(self)
@@ -153,12 +165,14 @@ class QueueSettings(NamedTuple):
 
 
 def read_queues(queue: TaskQueue) -> Queues:
-    """Read the four queues and the number of online workers."""
+    """Read the four queues, the number of online workers and the held kinds."""
+    from headway.queue.store.limits import holds
     from headway.queue.store.workers import online_workers
 
     with queue.database.read() as tx:
         online = len(online_workers(tx))
-    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online)
+        held = tuple(KindHoldView(*each) for each in holds(tx))
+    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online, held)
 
 
 def task_view(task: Task) -> TaskView:
@@ -215,6 +229,7 @@ def read_oldest(queue: TaskQueue, name: str, *, limit: int = 50) -> Tasks:
 def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskSheet:
     """Read a task with its failed attempts, and whether a worker can run it."""
     from headway.queue.store import statistics
+    from headway.queue.store.limits import wait_of
     from headway.queue.store.workers import online_workers
     from headway.queue.task import moment
 
@@ -223,6 +238,7 @@ def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskShee
         rows = statistics.failed_attempts(tx, id)
         online, now = online_workers(tx), tx.now()
         hinted = statistics.hinted_at(tx, id)
+        postponed, waits = wait_of(tx, task)
     attempts = [
         TaskAttempt(no, outcome, error, worker, moment(at), took, traceback if tracebacks else None)
         for no, outcome, error, worker, at, took, traceback in rows
@@ -233,6 +249,9 @@ def read_task(queue: TaskQueue, id: str, *, tracebacks: bool = True) -> TaskShee
         unserved=_is_unserved(task, online, now),
         hinted_at=None if hinted is None else moment(hinted),
         workers_online=len(online),
+        postponed=postponed,
+        waits_until=waits and waits.until,
+        waits_reason=waits.reason if waits else "",
     )
 
 

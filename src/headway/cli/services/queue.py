@@ -159,6 +159,8 @@ def queues(database: str | None, *, as_json: bool) -> None:
     ]  # fmt: skip
     numbers = ("WAITING", "DELAYED", "RUNNING", "OLDEST", "DONE 1H", "FAILED 1H", "DONE", "FAILED")
     put_table(["QUEUE", *numbers, "STATE"], rows, right=numbers, drop=("DELAYED", "DONE", "FAILED"))
+    for hold in found.holds:
+        put(f"Tasks of kind {hold.kind} wait until {clock(hold.until)}{f': {hold.reason}' if hold.reason else ''}")
 
 
 @click.command()
@@ -232,6 +234,9 @@ def show(id: str, database: str | None, *, as_json: bool) -> None:
     )
     if sheet.hinted_at:
         put(f"  RQ was given its id {clock(sheet.hinted_at)}")
+    if sheet.waits_until is not None:
+        why = f": {sheet.waits_reason}" if sheet.waits_reason else ""
+        put(f"  waits until {clock(sheet.waits_until)}{why} (postponed {sheet.postponed} times)")
     if sheet.unserved and sheet.workers_online == 0:
         put("  waits: no worker is online")
     elif sheet.unserved:

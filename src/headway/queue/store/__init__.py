@@ -25,6 +25,7 @@ class ClaimCheck(NamedTuple):
     paused: set[Priority]
     is_limited: bool  # there are concurrency or rate limits
     is_due: bool  # delayed tasks have become ready
+    is_held: bool  # there are holds of kinds
 
 
 class Wakeups(Protocol):

@@ -7,12 +7,12 @@ afterwards carries the token of its claim (`headway.queue.store.complete`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway._lease import Owner, read_owner, stride, write_owner
 from headway._sql import Database, Row, Tx, Value, listed, marks
 from headway.queue.store import ClaimCheck, task_store
-from headway.queue.store.limits import Limits
+from headway.queue.store.limits import Limits, held_kinds
 from headway.queue.store.tasks import NO_TURN
 from headway.queue.task import Claim, Priority
 
@@ -33,10 +33,13 @@ CLAIM_VALUES = (
     "status = 'RUNNING', version = version + 1, token = token + ?, holder = ?, lease_until = {now} + ?, worker = ?, "
     "started_at = {now}, updated_at = {now}"
 )
+#: Condition that excludes tasks that `RetryLater` postponed: their delay may exceed the cap.
+NOT_POSTPONED = " AND NOT EXISTS (SELECT 1 FROM task_delays d WHERE d.task = tasks.no AND d.until = tasks.run_at)"
 #: Condition for delayed tasks that have become ready. A retry whose delay exceeds the cap is ready too: see `promote`.
 DELAYED_DUE = (
     "EXISTS (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND run_at <= {now}) OR EXISTS "
-    f"(SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND attempts > 0 AND run_at > {{now}} + {RETRY_CAP + 1.0})"
+    "(SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 0 AND attempts > 0 "
+    f"AND run_at > {{now}} + {RETRY_CAP + 1.0}{NOT_POSTPONED})"
 )
 
 
@@ -70,6 +73,9 @@ def claim(
     check = store.check_claim(tx)
     if check.is_due:
         promote(tx, check.now)
+    if check.is_held:
+        held = held_kinds(tx, check.now)
+        who = replace(who, kinds=[kind for kind in who.kinds if kind not in held])
     open_queues = [queue for queue in queues if queue not in check.paused]
     if not open_queues or not who.kinds or limit < 1:
         return []
@@ -122,9 +128,9 @@ def _claim_within_limits(
 
 def claim_check(rows: Sequence[Row]) -> ClaimCheck:
     """Convert the rows of an engine's check to its values: one row per paused queue, or one row without."""
-    now, limited, due, _, _ = rows[0]
+    now, limited, due, held, _, _ = rows[0]
     paused = {Priority(name) for *_, name, until in rows if name is not None and (until is None or until > now)}
-    return ClaimCheck(float(now), paused, bool(limited), bool(due))
+    return ClaimCheck(float(now), paused, bool(limited), bool(due), bool(held))
 
 
 def claim_values(who: Claimant) -> tuple[Value, ...]:
@@ -184,7 +190,7 @@ FROM due JOIN heads ON head_place = in_place JOIN lasts ON last_queue = in_queue
 WHERE no = due_no AND turn = {NO_TURN} AND ended_at IS NULL RETURNING no
 """
 _PROMOTE_DUE = _PROMOTE.format(condition="run_at <= ?")
-_PROMOTE_OVERLONG = _PROMOTE.format(condition="attempts > 0 AND run_at > ?")
+_PROMOTE_OVERLONG = _PROMOTE.format(condition=f"attempts > 0 AND run_at > ?{NOT_POSTPONED}")
 
 
 def restart_leases(tx: Tx) -> None:

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from headway._lease import has_ended
 from headway._sql import Database, Tx, listed
 from headway.core.failure import Failure, normalise
-from headway.core.retry import RetryPolicy
-from headway.errors import StaleClaim
+from headway.core.retry import LaterLimit, RetryPolicy
+from headway.core.text import printable
+from headway.errors import RetryLater, StaleClaim
 from headway.queue.store import task_store
 from headway.queue.store.claim import RETRY_CAP, Claimant
+from headway.queue.store.limits import hold
 from headway.queue.store.tasks import COLUMNS, NO_TURN, count_minutes, task_of
 from headway.queue.task import Claim, Priority, Status, Task
-from headway.telemetry import Log
+from headway.telemetry import Log, redact
 
 log = Log("queue")
 
@@ -117,6 +119,42 @@ def fail(
     count_minutes(tx, now, failures=[task], failed=[task] if final else (), run_seconds=seconds or 0.0)
     log.info("a run of a task did not succeed", taskID=task.id, attempt=attempts, error=failure.text, reason=outcome)
     return task
+
+
+def postpone(tx: Tx, claim: Claim, later: RetryLater, *, limit: LaterLimit, seconds: float) -> Task:
+    """Return a task to its queue until its delay is over, without counting an attempt.
+
+    Beyond ``limit`` it fails, and no retry follows. A task with a cancel request becomes CANCELLED. Raises `StaleClaim` if
+    the worker no longer owns the task.
+    """
+    reason, now = printable(redact(later.reason)), tx.now()
+    row = tx.one(f"SELECT cancel_by FROM tasks WHERE no = ? AND token = ? AND status = 'RUNNING'{tx.for_update}",
+                 (claim.no, claim.token))  # fmt: skip
+    if row is None:
+        raise _stale(claim)
+    before = tx.one("SELECT times, since FROM task_delays WHERE task = ?", (claim.no,))
+    times, since = (before[0] + 1, min(before[1], now)) if before else (1, now)
+    if row[0] is not None or limit.exceeded(times, now - since):
+        failure = Failure("RetryLater", f"postponed beyond {limit}" + (f": {reason}" if reason else ""))
+        return fail(tx, claim, failure, retryable=False, seconds=seconds)
+    until = now + later.seconds
+    tx.execute(
+        "INSERT INTO task_delays (task, times, since, until, reason) VALUES (?, ?, ?, ?, ?) ON CONFLICT (task) DO UPDATE "
+        "SET times = excluded.times, since = excluded.since, until = excluded.until, reason = excluded.reason",
+        (claim.no, times, since, until, reason),
+    )
+    if later.scope == "job":
+        hold(tx, claim.kind, until, reason)
+    postponed = tx.one(
+        "UPDATE tasks SET status = 'QUEUED', version = version + 1, ready = 0, run_at = ?, "
+        f"turn = {NO_TURN}, holder = NULL, lease_until = NULL, hinted_at = NULL, updated_at = ? "
+        f"WHERE no = ? RETURNING {COLUMNS}",
+        (until, now, claim.no),
+    )
+    assert postponed is not None
+    task_store(tx).append_events(tx, [claim.id])
+    log.info("a task was postponed", taskID=claim.id, kind=claim.kind, seconds=later.seconds, reason=reason)
+    return task_of(postponed)
 
 
 def _record_attempt(

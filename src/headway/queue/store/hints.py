@@ -17,7 +17,7 @@ from headway.queue.task import PRIORITIES, Priority, Status
 def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
     """Return ready tasks without an RQ hint, in order of service.
 
-    Tasks of paused queues and tasks at a limit are excluded, as are ids with a dot, which RQ does not accept.
+    Tasks of paused queues, of held kinds and at a limit are excluded, as are ids with a dot, which RQ does not accept.
     """
     now = tx.now()
     paused, limits = paused_queues(tx, now), Limits(tx, now)
@@ -25,8 +25,9 @@ def unhinted(tx: Tx, *, limit: int) -> list[tuple[str, Priority]]:
     excluded, values = limits.excluded()
     rows = tx.all(
         "SELECT id, queue FROM tasks WHERE status = 'QUEUED' AND ready = 1 AND hinted_at IS NULL "
-        f"AND id NOT LIKE '%.%' AND place IN ({marks(len(open_queues))}){excluded} ORDER BY place, turn, no LIMIT ?",
-        (*(queue.place for queue in open_queues), *values, limit),
+        "AND id NOT LIKE '%.%' AND kind NOT IN (SELECT kind FROM task_holds WHERE until > ?) "
+        f"AND place IN ({marks(len(open_queues))}){excluded} ORDER BY place, turn, no LIMIT ?",
+        (now, *(queue.place for queue in open_queues), *values, limit),
     )
     return [(id, Priority(queue)) for id, queue in rows]
 

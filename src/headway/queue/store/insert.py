@@ -227,5 +227,6 @@ def retry(tx: Tx, id: str, *, per_user: int | None) -> Task:
         "WHERE no = ?",
         (slots[id], now, now, _Turns(tx, [again]).turn(again), no),
     )
+    tx.execute("DELETE FROM task_delays WHERE task = ?", (no,))
     task_store(tx).append_events(tx, [id])
     return get(tx, id)

@@ -1,4 +1,4 @@
-"""Concurrency and rate limits, enforced in the transaction that claims.
+"""Concurrency and rate limits, and holds of kinds, enforced in the transaction that claims.
 
 Limits are stored in SQL and can change while workers run. If there are limits, claims serialize on the limit rows;
 otherwise two workers could each see the last free slot. Without limits nothing is locked.
@@ -6,10 +6,13 @@ otherwise two workers could each see the last free slot. Without limits nothing 
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import NamedTuple
+
 from headway._sql import Tx, Value, listed
-from headway.errors import InvalidInput
+from headway.errors import LONGEST_DELAY, InvalidInput
 from headway.queue.store.administration import audit
-from headway.queue.task import PRIORITIES, check_text, is_number
+from headway.queue.task import PRIORITIES, Status, Task, check_text, is_number, moment
 
 #: A rate's timestamp more than this many seconds ahead means that the clock was set back. No claim waits that long for
 #: another: a statement may take 20 s.
@@ -159,3 +162,67 @@ def set_limit(
         "ON CONFLICT (scope, key) DO UPDATE SET concurrency = excluded.concurrency, rate = excluded.rate",
         (scope, key, concurrency, rate),
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Holds: `RetryLater` with scope="job"
+
+
+class Wait(NamedTuple):
+    """Why a task or a kind does not start now, and until when."""
+
+    until: datetime
+    reason: str
+
+
+class KindHold(NamedTuple):
+    """A kind of which nothing starts now."""
+
+    kind: str
+    until: datetime
+    reason: str
+
+
+def hold(tx: Tx, kind: str, until: float, reason: str) -> None:
+    """Start no task of a kind before ``until``. An earlier hold that ends later stays."""
+    tx.execute(
+        "INSERT INTO task_holds (kind, until, reason) VALUES (?, ?, ?) ON CONFLICT (kind) DO UPDATE "
+        "SET until = excluded.until, reason = excluded.reason WHERE excluded.until > task_holds.until",
+        (kind, until, reason),
+    )
+
+
+def held_kinds(tx: Tx, now: float) -> set[str]:
+    """Return the kinds that are held, and delete the holds that are over.
+
+    A hold of more than the longest delay was written before the clock was set back, and is over too.
+    """
+    held: set[str] = set()
+    for kind, until in tx.all("SELECT kind, until FROM task_holds"):
+        if now < until <= now + LONGEST_DELAY + 60.0:
+            held.add(kind)
+        else:
+            tx.execute("DELETE FROM task_holds WHERE kind = ? AND until = ?", (kind, until))
+    return held
+
+
+def holds(tx: Tx) -> list[KindHold]:
+    """Return the holds in force, by kind."""
+    rows = tx.all("SELECT kind, until, reason FROM task_holds WHERE until > ? ORDER BY kind", (tx.now(),))
+    return [KindHold(kind, moment(until), reason) for kind, until, reason in rows]
+
+
+def wait_of(tx: Tx, task: Task) -> tuple[int, Wait | None]:
+    """Return how often a task was postponed, and what a waiting one waits for: its own delay or a hold of its kind."""
+    delay = tx.one(
+        "SELECT times, until, reason FROM task_delays WHERE task = (SELECT no FROM tasks WHERE id = ?)", (task.id,)
+    )
+    kind = tx.one("SELECT until, reason FROM task_holds WHERE kind = ?", (task.kind,))
+    times = int(delay[0]) if delay else 0
+    if task.status is not Status.QUEUED:
+        return times, None
+    found = [row for row in (delay[1:] if delay else None, kind) if row is not None and row[0] > tx.now()]
+    if not found:
+        return times, None
+    until, reason = max(found)
+    return times, Wait(moment(until), reason)

@@ -89,8 +89,8 @@ _SUBMIT_BATCH = _SUBMIT.format(conflict="")
 # Claiming
 
 _CHECK = (
-    f"SELECT {_NOW}, EXISTS (SELECT 1 FROM task_limits), {DELAYED_DUE.format(now=_NOW)}, q.name, q.paused_until "
-    "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
+    f"SELECT {_NOW}, EXISTS (SELECT 1 FROM task_limits), {DELAYED_DUE.format(now=_NOW)}, "
+    "EXISTS (SELECT 1 FROM task_holds), q.name, q.paused_until FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
 )
 # In all claims: `picked` is materialized, because inside an IN the planner might evaluate it again, and lock and change more
 # rows than its LIMIT. The limit is a literal, because for a parameter PostgreSQL assumes a tenth of all rows and would sort
@@ -114,8 +114,8 @@ SELECT {CLAIMED} FROM claimed
 # The CTEs of a claim without a transaction around it. `mine` are the rows of an earlier send whose reply was lost; the process
 # must match as well, because a restarted worker may reuse the name, and the sweeper ends its predecessor's runs. Rows whose
 # lease is half over are left out, because the sweeper may soon give them to another worker. The open queues are resolved
-# before tasks are scanned, so that the backlog of a paused queue is never read. Nothing is claimed if limits exist or delayed
-# tasks are due: then `claim.claim` decides.
+# before tasks are scanned, so that the backlog of a paused queue is never read. Nothing is claimed if limits or holds exist or
+# delayed tasks are due: then `claim.claim` decides.
 _NEXT = f"""
 mine AS MATERIALIZED (
     SELECT {CLAIMED} FROM tasks WHERE status = 'RUNNING' AND worker = ? AND starts_with(holder, ?)
@@ -126,7 +126,8 @@ mine AS MATERIALIZED (
         SELECT at FROM unnest(CAST(? AS integer[]), CAST(? AS text[])) AS served (at, name)
         WHERE name NOT IN (SELECT q.name FROM task_queues q
                            WHERE q.paused = 1 AND (q.paused_until IS NULL OR q.paused_until > {_NOW}))))
-    AND NOT EXISTS (SELECT 1 FROM mine) AND NOT EXISTS (SELECT 1 FROM task_limits) AND NOT ({DELAYED_DUE.format(now=_NOW)})
+    AND NOT EXISTS (SELECT 1 FROM mine) AND NOT EXISTS (SELECT 1 FROM task_limits)
+    AND NOT EXISTS (SELECT 1 FROM task_holds) AND NOT ({DELAYED_DUE.format(now=_NOW)})
     ORDER BY place, turn, no LIMIT {{limit}} FOR UPDATE SKIP LOCKED
 ), claimed AS (
     UPDATE tasks SET {CLAIM_VALUES.format(now=_NOW)} WHERE no = ANY (ARRAY(SELECT picked_no FROM picked))

@@ -21,8 +21,8 @@ _NOW = "(julianday('now') - 2440587.5) * 86400.0"
 _POLL_SECONDS = 0.1
 
 _CHECK = (
-    f"SELECT {_NOW}, EXISTS (SELECT 1 FROM task_limits), {DELAYED_DUE.format(now=_NOW)}, q.name, q.paused_until "
-    "FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
+    f"SELECT {_NOW}, EXISTS (SELECT 1 FROM task_limits), {DELAYED_DUE.format(now=_NOW)}, "
+    "EXISTS (SELECT 1 FROM task_holds), q.name, q.paused_until FROM (SELECT 1) AS one LEFT JOIN task_queues q ON q.paused = 1"
 )
 # The queues are literals: only then does SQLite read the index in the order of service and stop at the limit.
 _CLAIM_READY = f"""

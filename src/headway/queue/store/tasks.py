@@ -202,15 +202,16 @@ _ENDED = (
 
 
 def count_waiting(tx: Tx, queues: Sequence[Priority], kinds: Sequence[str], *, most: int) -> int:
-    """Count ready tasks of these queues and kinds, up to ``most``. Paused queues are excluded."""
+    """Count ready tasks of these queues and kinds, up to ``most``. Paused queues and held kinds are excluded."""
     if not kinds:
         return 0
+    now = tx.now()
     row = tx.one(
         "SELECT count(*) FROM (SELECT 1 FROM tasks WHERE status = 'QUEUED' AND ready = 1 "
         f"AND place IN ({marks(len(queues))}) AND kind IN ({marks(len(kinds))}) AND queue NOT IN "
         "(SELECT name FROM task_queues WHERE paused = 1 AND (paused_until IS NULL OR paused_until > ?)) "
-        f"LIMIT {int(most)}) AS found",
-        (*(queue.place for queue in queues), *kinds, tx.now()),
+        f"AND kind NOT IN (SELECT kind FROM task_holds WHERE until > ?) LIMIT {int(most)}) AS found",
+        (*(queue.place for queue in queues), *kinds, now, now),
     )
     return int(row[0]) if row else 0
 

@@ -172,6 +172,14 @@ class Claims:
             self.release(list(self._held))
             self._held.clear()
 
+    def release_kind(self, kind: str) -> None:
+        """Release the held claims of a kind, which is held from now on."""
+        others = [claim for claim in self._held if claim.kind != kind]
+        if len(others) < len(self._held):
+            self._leased_until = 0.0  # if the reply is lost, check ownership before any of them starts
+            self.release([claim for claim in self._held if claim.kind == kind])
+            self._held = deque(others)
+
     def release_waiting(self) -> None:
         """Release held claims while a handler takes long, so that idle workers can run them."""
         if not self._held or time.monotonic() - self._held_since < self._settings().hold:

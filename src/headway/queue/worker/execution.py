@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.core.failure import Failure, describe
 from headway.core.text import printable
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, RetryLater
 from headway.queue.handlers import Context
 from headway.queue.payload import PAYLOAD_LIMIT, holds_zero
 from headway.queue.task import Claim
@@ -62,6 +62,7 @@ class Ended:
     outcome: str = "failed"
     retryable: bool = True
     message: str | None = None  # the last progress message
+    later: RetryLater | None = None  # the handler asks to run the task later
 
 
 class RunningTask:
@@ -147,6 +148,8 @@ def _failed_by(error: BaseException) -> Ended:
             return Ended(failure=describe(error), retryable=False)
         case TaskTimeout() | TaskTooLarge() | TaskCancelled():
             return ended_by(error)
+        case RetryLater():
+            return Ended(failure=Failure("RetryLater", str(error)), outcome="later", later=error)
         case _ResultRefused():
             return Ended(failure=Failure("ResultRefused", str(error)), retryable=False)
     return Ended(failure=describe(error))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from headway.core.connection_pools import discard_inherited
 from headway.core.failure import Failure
 from headway.core.lifecycle import STOP_SIGNALS, own_handler, signal_name, wait_for_children
+from headway.errors import HeadwayError, RetryLater
 from headway.queue.handlers import Context
 from headway.queue.task import Claim
 from headway.queue.task_queue import TaskQueue
@@ -279,7 +280,8 @@ class TaskProcess:
                     case None:
                         self.ended = Ended(result, None, outcome, retryable)
                     case [str() as type, str() as text, str() as frame, str() | None as detail]:
-                        self.ended = Ended(result, Failure(type, text, frame, detail), outcome, retryable)
+                        failure = Failure(type, text, frame, detail)
+                        self.ended = Ended(result, failure, outcome, retryable, later=_later_of(message))
 
     def _reap(self) -> None:
         """Collect the child. One that does not exit in time is killed, and so is its process group."""
@@ -306,6 +308,15 @@ class TaskProcess:
         self.kill()
         while not self.wait(1.0):
             self.kill()
+
+
+def _later_of(message: object) -> RetryLater | None:
+    """Return the postponement in a message; None if there is none, or the handler wrote another form."""
+    match message:
+        case {"later": [seconds, reason, scope]}:
+            with suppress(HeadwayError):
+                return RetryLater(seconds, reason, scope)
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,7 +355,8 @@ class _Child:
         ended = self._perform(self._interrupts)
         failure = ended.failure
         parts = None if failure is None else [failure.type, failure.message, failure.frame, failure.detail]
-        self._send({"ended": [ended.result, parts, ended.outcome, ended.retryable]})
+        later = ended.later and [ended.later.seconds, ended.later.reason, ended.later.scope]
+        self._send({"ended": [ended.result, parts, ended.outcome, ended.retryable], "later": later})
 
     def _prepare(self, parent: int) -> None:
         with suppress(OSError):

@@ -86,6 +86,9 @@ class InlineRunner:
         self.average_seconds += (seconds - self.average_seconds) * 0.2
         if claim.no not in pulse.lost:
             self._worker.outcomes.add(claim, ended, seconds)
+            if ended.later is not None and ended.later.scope == "job":
+                self._worker.outcomes.record()  # or the tasks released below would be claimed again
+                self._worker.claims.release_kind(claim.kind)
 
     def _started_pulse(self) -> Pulse:
         if self._guard is None:

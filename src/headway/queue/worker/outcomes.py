@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from headway._sql import Tx
 from headway.core.failure import Failure
+from headway.core.retry import LaterLimit
 from headway.errors import StaleClaim
 from headway.queue.store import complete
 from headway.queue.store.claim import Claimant
@@ -97,12 +98,13 @@ class Outcomes:
     def _note_recorded(self, batch: Sequence[tuple[Claim, Ended, float]], found: Sequence[Status | None]) -> None:
         """Remove recorded and dropped outcomes from the buffer and count them."""
         del self._ended[: len(batch)]
-        for status, (claim, _, seconds) in zip(found, batch, strict=True):
+        for status, (claim, ended, seconds) in zip(found, batch, strict=True):
             if status is None:
                 log.warning("a result came too late and is dropped", taskID=claim.id, worker=self._worker)
             else:
                 self.completed += status is Status.COMPLETED
-                self.failed += status not in (Status.COMPLETED, Status.CANCELLED)
+                was_postponed = ended.later is not None and status is Status.QUEUED
+                self.failed += status not in (Status.COMPLETED, Status.CANCELLED) and not was_postponed
                 metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
 
 
@@ -112,12 +114,18 @@ def _record_all(tx: Tx, batch: Sequence[tuple[Claim, Ended, float]]) -> dict[str
     for claim, ended, seconds in batch:
         if ended.failure is not None:
             try:
-                tasks[claim.id] = complete.fail(
-                    tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds
-                )
+                tasks[claim.id] = record_failure(tx, claim, ended, seconds)
             except StaleClaim:
                 continue
     return tasks
+
+
+def record_failure(tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task:
+    """Record a run without a result: a postponed one, or a failed one. Raises `StaleClaim`."""
+    assert ended.failure is not None
+    if ended.later is not None:
+        return complete.postpone(tx, claim, ended.later, limit=LaterLimit(), seconds=seconds)
+    return complete.fail(tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
 
 
 def _successes(batch: Sequence[tuple[Claim, Ended, float]]) -> list[Success]:

@@ -76,7 +76,8 @@ class EventLoop:
         a monotonic time."""
         self._perform, self._concurrency, self._most, self._leased_until = perform, concurrency, most, leased_until
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards `_waiting`
+        self._lock = threading.Lock()  # guards `_waiting` and `_paused`
+        self._paused: set[str] = set()  # kinds that a handler has postponed, until `resume`
         self._waiting: dict[str, deque[Run]] = {}
         self._running: Counter[str] = Counter()
         self._run_of: WeakKeyDictionary[asyncio.Task[Any], Run] = WeakKeyDictionary()
@@ -115,6 +116,11 @@ class EventLoop:
                     found += chosen
                     self._waiting[kind] = deque(run for run in waiting if not wanted(run))
         return found
+
+    def resume(self, kind: str) -> None:
+        """Let runs of a postponed kind start again: those that waited have been withdrawn."""
+        with self._lock:
+            self._paused.discard(kind)
 
     def cancel(self, run: Run) -> None:
         """Raise `asyncio.CancelledError` in a run that has begun."""
@@ -191,7 +197,9 @@ class EventLoop:
         with self._lock:
             free = self._most() - self._running.total()
             for kind, waiting in self._waiting.items():
-                while waiting and free > 0 and self._running[kind] < self._concurrency(kind):
+                while (
+                    waiting and free > 0 and kind not in self._paused and self._running[kind] < self._concurrency(kind)
+                ):
                     starting.append(waiting.popleft())
                     self._running[kind] += 1
                     free -= 1
@@ -211,6 +219,9 @@ class EventLoop:
             run.ended = Ended(failure=Failure("CancelledError", "the handler was cancelled before it began"))
         else:
             run.ended = coroutine.result()
+        if run.ended.later is not None and run.ended.later.scope == "job":
+            with self._lock:  # start no other of its kind before the main thread has released them
+                self._paused.add(run.claim.kind)
         self._ended.append(run)
         self._woken.set()
         self._leave(run)

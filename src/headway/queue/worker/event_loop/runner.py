@@ -334,6 +334,16 @@ class AsyncRunner:
                 ended = replace(ended, message=run.progress[1])
             self._worker.outcomes.add(claim, ended, run.seconds)
             claims.leave_loop(claim)
+            if ended.later is not None and ended.later.scope == "job":
+                self._release_kind(claim.kind)
+
+    def _release_kind(self, kind: str) -> None:
+        """Release the runs of a kind that have not begun, once its hold is recorded."""
+        assert self._loop is not None
+        for run in self._loop.withdraw(lambda run: run.claim.kind == kind):
+            run.reason = _STOPPED
+            self._finish(run, _STOPPED)
+        self._loop.resume(kind)
 
     def _record(self) -> None:
         """Record outcomes and release tasks. If the database is unreachable, both are tried again later."""
