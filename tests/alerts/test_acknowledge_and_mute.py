@@ -46,7 +46,7 @@ def test_an_alert_is_acknowledged_once_and_the_trail_says_by_whom(scene: Scene, 
 
 
 @pytest.mark.parametrize("no", [0, -1, 999, 2**70])
-def test_an_alert_that_is_not_there_cannot_be_acknowledged(scene: Scene, no: int):
+def test_a_missing_alert_cannot_be_acknowledged(scene: Scene, no: int):
     with pytest.raises(NotFound):
         acknowledge(scene.store, no, by="anna")
 
@@ -62,7 +62,7 @@ def test_an_alert_that_is_closed_cannot_be_acknowledged(scene: Scene, queue: Tas
 
 
 @pytest.mark.parametrize("by", ["", " ", "x" * 501, "a\0b", "\udcff"])
-def test_nobody_acts_without_a_name(scene: Scene, backlog: int, by: str):
+def test_every_action_needs_a_user_name(scene: Scene, backlog: int, by: str):
     with pytest.raises(InvalidInput):
         acknowledge(scene.store, backlog, by=by)
     with pytest.raises(InvalidInput):
@@ -77,7 +77,7 @@ def test_a_mute_lasts_for_a_time_that_makes_sense(scene: Scene, seconds: float):
         mute(scene.store, "no-such-rule", seconds=60, by="anna")
 
 
-def test_a_muted_rule_is_judged_and_told_to_nobody(scene: Scene, queue: TaskQueue):
+def test_a_muted_rule_is_evaluated_without_events(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=NOW)
     mute(scene.store, "backlog", seconds=3600, by="anna")
     queue.submit("caption", 1, id="t")
@@ -91,7 +91,7 @@ def test_a_muted_rule_is_judged_and_told_to_nobody(scene: Scene, queue: TaskQueu
     assert trail(scene) == [("anna", "alert.mute")]
 
 
-def test_an_alert_that_outlasts_its_mute_is_told_then_once(scene: Scene, queue: TaskQueue):
+def test_an_alert_that_outlasts_its_mute_is_published_once(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=NOW)
     mute(scene.store, "backlog", seconds=60, by="anna")
     queue.submit("caption", 1, id="t")
@@ -115,14 +115,14 @@ def test_a_mute_of_one_subject_leaves_the_others(scene: Scene, queue: TaskQueue)
     assert trail(scene) == [("anna", "alert.mute"), ("bert", "alert.unmute")]
 
 
-def test_an_alert_muted_after_it_was_told_is_told_to_be_over_all_the_same(scene: Scene, queue: TaskQueue, backlog: int):
+def test_an_alert_muted_after_its_opening_is_published_when_it_closes(scene: Scene, queue: TaskQueue, backlog: int):
     mute(scene.store, "backlog", seconds=3600, by="anna")
     queue.cancel("t")
     scene._evaluators[0].tick()
     assert scene.events() == [(OPENED, "backlog", "normal"), (CLOSED, "backlog", "normal")]
 
 
-def test_the_view_has_its_published_shape_and_says_what_is_unknown(scene: Scene, queue: TaskQueue):
+def test_the_view_matches_its_schema_and_marks_unknown_rules(scene: Scene, queue: TaskQueue):
     never = read_alerts(scene.store)
     assert (never.checked_at, never.stale, never.evaluator) == (None, True, None)
     assert {rule.state for rule in never.rules} == {"unknown"}
@@ -141,7 +141,7 @@ def test_the_view_has_its_published_shape_and_says_what_is_unknown(scene: Scene,
     assert document["alerts"][0]["text"] == "1 task waits in the queue normal."
 
 
-def test_a_view_of_a_deployment_that_nobody_judges_any_more_says_so(scene: Scene):
+def test_the_view_is_stale_without_an_evaluator(scene: Scene):
     scene.evaluator(rules=NOW).tick(at=scene.store.now() - 100)
     found = read_alerts(scene.store)
     assert found.stale
@@ -181,7 +181,7 @@ def test_times_have_a_unit_and_odd_ones_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 @ON_A_FILE
-def test_a_store_that_was_never_judged_says_what_to_do(scene: Scene, headway_cli: Run):
+def test_the_view_of_a_store_without_evaluations_has_a_hint(scene: Scene, headway_cli: Run):
     shown = headway_cli("alerts", "-d", scene.url)
     assert (shown.returncode, shown.stdout) == (0, "")
     assert "headway alerts watch" in shown.stderr

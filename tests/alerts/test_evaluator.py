@@ -65,7 +65,7 @@ def test_many_evaluators_at_the_same_moment_tell_once(scene: Scene, queue: TaskQ
     assert scene.events() == [(OPENED, "backlog", "normal")]
 
 
-def test_one_that_was_replaced_while_it_slept_writes_nothing_more(scene: Scene, queue: TaskQueue):
+def test_an_evaluator_replaced_while_suspended_writes_nothing(scene: Scene, queue: TaskQueue):
     sleeper, other = scene.evaluator(rules=NOW), scene.evaluator(rules=NOW)
     sleeper.tick()
     # Its lease ends as it would have by the clock; the other takes it.
@@ -79,7 +79,7 @@ def test_one_that_was_replaced_while_it_slept_writes_nothing_more(scene: Scene, 
     assert scene.events() == [(OPENED, "backlog", "normal")]
 
 
-def test_it_goes_on_when_the_database_was_put_back_to_before_anybody_judged(scene: Scene, queue: TaskQueue):
+def test_it_continues_after_a_restore_to_before_the_first_round(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=NOW)
     evaluator.tick()
     scene.store.write("DELETE FROM leases")
@@ -123,7 +123,7 @@ def test_timers_outlive_the_evaluator_that_began_them(scene: Scene, queue: TaskQ
     assert scene.open() == [("backlog", "normal")]
 
 
-def test_what_nobody_saw_in_between_has_not_stood(scene: Scene, queue: TaskQueue):
+def test_a_value_without_readings_in_between_restarts_its_timer(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(backlog=1))
     queue.submit("caption", 1, id="t")
     scene.pass_time(evaluator, 10)
@@ -205,7 +205,7 @@ class Counting:
             self.statements.append(str(frame.f_locals.get("sql"))[:60])
 
 
-def test_a_storm_is_opened_in_portions_and_nothing_of_it_is_lost(scene: Scene):
+def test_many_alerts_open_over_several_rounds_and_none_is_lost(scene: Scene):
     count = OPENINGS + 20
 
     def storm(tx: Any) -> None:
@@ -268,7 +268,7 @@ def test_run_judges_until_it_is_stopped_and_gives_its_lease_back(scene: Scene, q
     assert scene.store.all("SELECT holder FROM leases WHERE name = 'alerts'") == [(None,)]
 
 
-def test_run_goes_on_after_a_round_that_failed(tmp_path: Path):
+def test_run_continues_after_a_failed_round(tmp_path: Path):
     with connect(f"sqlite:///{tmp_path}/a.db") as store:
         stop = threading.Event()
         failing = iter([True])
@@ -284,7 +284,7 @@ def test_run_goes_on_after_a_round_that_failed(tmp_path: Path):
         assert store.one("SELECT count(*) FROM alert_rules") != (0,)
 
 
-def test_who_listens_and_fails_costs_nobody_else_anything(scene: Scene, queue: TaskQueue):
+def test_an_on_change_callback_that_raises_is_ignored(scene: Scene, queue: TaskQueue):
     def fall(_: Change) -> None:
         raise RuntimeError("no terminal")
 
@@ -374,11 +374,11 @@ def _killed_everywhere(tmp_path: Path, step: int) -> int:
     return kills
 
 
-def test_killed_between_any_two_lines_nothing_is_lost_or_told_twice(tmp_path: Path):
+def test_killed_between_any_two_lines_nothing_is_lost_or_repeated(tmp_path: Path):
     assert _killed_everywhere(tmp_path, step=67) >= 6
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)  # hundreds of databases and processes, on a machine that may be busy
-def test_killed_at_many_more_lines_nothing_is_lost_or_told_twice(tmp_path: Path):
+def test_killed_at_many_more_lines_nothing_is_lost_or_repeated(tmp_path: Path):
     assert _killed_everywhere(tmp_path, step=5) >= 100

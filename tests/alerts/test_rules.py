@@ -35,9 +35,7 @@ def fails(item: object) -> object:
 
 
 @pytest.mark.req("S2-40")
-def test_a_backlog_opens_when_it_has_stood_for_a_while_and_closes_when_it_is_really_gone(
-    scene: Scene, queue: TaskQueue
-):
+def test_a_backlog_alert_opens_and_closes_after_a_delay(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(backlog=5))
     for number in range(5):
         queue.submit("caption", 1, id=f"t{number}")
@@ -56,7 +54,7 @@ def test_a_backlog_opens_when_it_has_stood_for_a_while_and_closes_when_it_is_rea
     assert scene.events() == [(OPENED, "backlog", "normal"), (CLOSED, "backlog", "normal")]
 
 
-def test_a_value_that_comes_and_goes_tells_nobody_anything(scene: Scene, queue: TaskQueue):
+def test_a_fluctuating_value_opens_no_alert(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(backlog=1))
     for number in range(4):
         queue.submit("caption", 1, id=f"t{number}")
@@ -75,7 +73,7 @@ def test_a_value_that_comes_and_goes_tells_nobody_anything(scene: Scene, queue: 
 
 
 @pytest.mark.req("S2-40")
-def test_the_wait_of_the_oldest_task_is_an_alert_unless_somebody_paused_its_queue(scene: Scene, queue: TaskQueue):
+def test_a_long_wait_is_an_alert_unless_the_queue_is_paused(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, delay=300))
     queue.submit("caption", 1, id="slow", priority="low")
     queue.pause("low", reason="upgrade", by="anna")
@@ -88,7 +86,7 @@ def test_the_wait_of_the_oldest_task_is_an_alert_unless_somebody_paused_its_queu
     assert "waited for 5 min" in scene.alerts()[0].text
 
 
-def test_a_task_that_is_to_run_later_waits_for_nobody(scene: Scene, queue: TaskQueue):
+def test_a_delayed_task_does_not_count_as_waiting(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(open_after=0, delay=60, backlog=1))
     queue.submit("caption", 1, id="later", delay=86_400.0)
     scene.pass_time(evaluator, 100)
@@ -122,7 +120,7 @@ def test_many_failures_of_a_job_are_a_spike(scene: Scene):
     assert scene.open() == [("failure_spike", "job ads")]
 
 
-def test_a_new_cause_is_told_once_whatever_job_it_comes_back_in(scene: Scene, queue: TaskQueue):
+def test_a_new_cause_is_reported_once_over_all_jobs(scene: Scene, queue: TaskQueue):
     evaluator = scene.evaluator(rules=rules(new_cause=200))
     headway.map(fails, [1, 2, 3], job="monday", database=scene.url, mode="thread", workers=1, retries=0)
     scene.pass_time(evaluator, 1)
@@ -142,7 +140,7 @@ def test_a_new_cause_is_told_once_whatever_job_it_comes_back_in(scene: Scene, qu
     assert [type for type, *_ in scene.events()] == [OPENED, CLOSED, OPENED]
 
 
-def test_causes_that_came_while_nobody_judged_are_told_afterwards(scene: Scene):
+def test_causes_without_an_evaluator_are_reported_afterwards(scene: Scene):
     first = scene.evaluator(rules=rules(new_cause=600))
     scene.pass_time(first, 1)
     first.close()
@@ -171,7 +169,7 @@ def test_a_job_that_is_held_and_records_nothing_is_stalled_until_it_records(scen
 
 
 @pytest.mark.parametrize("ending", ["finished", "interrupted", "never begun"])
-def test_a_job_that_is_finished_or_was_put_down_is_never_stalled(scene: Scene, ending: str):
+def test_a_finished_or_interrupted_job_is_never_stalled(scene: Scene, ending: str):
     evaluator = scene.evaluator(rules=rules(open_after=0, stalled_job=60))
     if ending == "never begun":
         headway.open_job("ads", ["a", "b"], database=scene.url).close()
@@ -186,7 +184,7 @@ def test_a_job_that_is_finished_or_was_put_down_is_never_stalled(scene: Scene, e
     assert scene.alerts() == []
 
 
-def test_a_run_that_somebody_paused_is_not_stalled_until_it_goes_on(scene: Scene):
+def test_a_paused_run_is_not_stalled(scene: Scene):
     evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, stalled_job=60))
     with Ledger.open(scene.url) as ledger:
         job = ledger.create("ads")
@@ -203,7 +201,7 @@ def test_a_run_that_somebody_paused_is_not_stalled_until_it_goes_on(scene: Scene
             ledger.release(hold, "interrupted")
 
 
-def test_a_job_whose_process_died_is_stalled_until_somebody_continues_it(scene: Scene):
+def test_a_job_whose_process_died_is_stalled_until_it_is_resumed(scene: Scene):
     evaluator = scene.evaluator(rules=rules(close_after=0, stalled_job=900))
     _hold_and_die(scene.url)
     scene.pass_time(evaluator, 60)
@@ -270,7 +268,7 @@ def test_a_worker_that_says_nothing_is_lost_after_its_time_wherever_it_runs(
     assert [rule for rule, _ in scene.open()] == ["worker_lost"]
 
 
-def test_one_new_worker_takes_the_place_of_one_lost_worker_only(scene: Scene, spawn: Callable[[str], Forked]):
+def test_one_new_worker_replaces_one_lost_worker_only(scene: Scene, spawn: Callable[[str], Forked]):
     evaluator = scene.evaluator(rules=rules(open_after=0, close_after=0, worker_lost=30))
     children = [start(scene, spawn, "first"), start(scene, spawn, "second")]
     # Both are known to have lived at the same time.
@@ -330,9 +328,7 @@ def test_a_worker_that_was_lost_after_its_first_heartbeat_does_not_replace_itsel
     assert [rule for rule, _ in scene.open()] == ["worker_lost"]
 
 
-def test_a_worker_that_was_asked_to_end_is_not_lost_however_it_ends(
-    scene: Scene, queue: TaskQueue, spawn: Callable[[str], Forked]
-):
+def test_a_worker_that_was_asked_to_exit_is_never_lost(scene: Scene, queue: TaskQueue, spawn: Callable[[str], Forked]):
     evaluator = scene.evaluator(rules=rules(open_after=0, worker_lost=30))
     child = start(scene, spawn, "drained")
     child.kill()
@@ -387,7 +383,7 @@ def test_a_database_that_takes_long_is_slow(scene: Scene):
     assert scene.open() == []
 
 
-def test_a_database_that_was_away_is_said_when_it_is_back(
+def test_an_outage_of_the_database_is_reported_afterwards(
     postgres_with_tables: str, tcp_proxy: Callable[[int], TcpProxy], caplog: pytest.LogCaptureFixture
 ):
     from urllib.parse import urlsplit
@@ -419,7 +415,7 @@ def test_a_database_that_was_away_is_said_when_it_is_back(
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_one_that_takes_over_says_of_the_database_only_what_nobody_else_could_judge(
+def test_a_successor_reports_only_the_outage_since_the_last_round(
     postgres_with_tables: str, tcp_proxy: Callable[[int], TcpProxy], judged: bool
 ):
     """A standby was cut off from the database. If the active one was not, then the database was not away."""
@@ -455,9 +451,7 @@ def test_one_that_takes_over_says_of_the_database_only_what_nobody_else_could_ju
         standby.close()
 
 
-def test_redis_that_fills_up_or_goes_away_is_an_alert_and_what_is_unknown_stays_as_it_was(
-    scene: Scene, redis_server: RedisServer
-):
+def test_a_full_or_unreachable_redis_is_an_alert(scene: Scene, redis_server: RedisServer):
     given = Rules(limits={"redis_memory": 0.85, "store_away": 30.0}, open_after=60, close_after=0, redis_bytes=1000)
     clock = Ticking(0.0)
     evaluator = scene.evaluator(rules=replace(given, redis=redis_server.url(0)), clock=clock)
@@ -489,7 +483,7 @@ def test_the_alert_about_redis_closes_when_the_settings_name_one_that_answers(
     assert scene.open() == []
 
 
-def test_redis_that_nobody_limits_is_never_full(scene: Scene, redis_server: RedisServer):
+def test_a_redis_without_a_limit_is_never_full(scene: Scene, redis_server: RedisServer):
     given = replace(rules(open_after=0, redis_memory=0.001), redis=redis_server.url(0))
     evaluator = scene.evaluator(rules=given)
     scene.pass_time(evaluator, 20)
@@ -532,7 +526,7 @@ def test_a_limit_that_makes_no_sense_is_refused_where_it_is_read(tmp_path, name:
         Config(environment={f"HEADWAY_ALERT_{name}": value}, directory=tmp_path)
 
 
-def test_a_rule_that_is_switched_off_closes_what_it_opened(scene: Scene, queue: TaskQueue):
+def test_a_disabled_rule_closes_its_alerts(scene: Scene, queue: TaskQueue):
     queue.submit("caption", 1, id="t")
     first = scene.evaluator(rules=rules(open_after=0, backlog=1))
     scene.pass_time(first, 10)

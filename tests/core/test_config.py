@@ -161,7 +161,7 @@ def test_an_optional_setting_can_be_switched_off_again(tmp_path: Path, word: str
     assert found["workers"] == 4
 
 
-def test_reloading_tells_what_changed(tmp_path: Path):
+def test_reloading_returns_the_changed_settings(tmp_path: Path):
     environment = {"HEADWAY_RATE": "5"}
     found = config(tmp_path, "retries = 2", environment, workers=3)
     (tmp_path / "headway.toml").write_text("retries = 6\nworkers = 9\n")
@@ -230,7 +230,7 @@ def test_a_database_and_a_redis_are_enough_for_everything(tmp_path: Path):
     assert found.origin("watch_redis") == "follows queue_redis"
 
 
-def test_a_setting_is_set_when_it_or_what_it_follows_was_named(tmp_path: Path):
+def test_a_setting_is_set_if_it_or_its_leader_is_set(tmp_path: Path):
     assert not config(tmp_path).is_set("projects_redis")
     named = config(tmp_path, "", {"HEADWAY_REDIS": "redis://h"})
     assert named.is_set("projects_redis")
@@ -240,7 +240,7 @@ def test_a_setting_is_set_when_it_or_what_it_follows_was_named(tmp_path: Path):
     assert (apart.is_set("watch_redis"), apart.is_set("projects_redis")) == (True, False)
 
 
-def test_what_follows_can_be_named_apart_and_be_given_back(tmp_path: Path):
+def test_a_follower_can_be_set_and_unset(tmp_path: Path):
     toml = 'redis = "redis://a"\nprojects_redis = "redis://b/4"\nstates = "redis://c/2"\n'
     found = config(tmp_path, toml)
     assert (found["projects_redis"], found["states"], found["queue_redis"]) == (
@@ -277,7 +277,7 @@ def test_projects_live_in_database_1_of_the_server(tmp_path: Path, address: str,
     ["foo://bar", "localhost", "redis://h:x/0", "redis://[::1", "http://h/1", "REDIS://h/1", "redis:h", "redis:/h/1"],
 )
 @pytest.mark.parametrize("name", ["redis", "projects_redis", "queue_redis"])
-def test_what_is_no_redis_address_is_refused_wherever_it_comes_from(tmp_path: Path, name: str, address: str):
+def test_an_invalid_redis_address_is_refused_from_every_source(tmp_path: Path, name: str, address: str):
     for arguments in (
         {"toml": f'{name} = "{address}"'},
         {"environment": {f"HEADWAY_{name.upper()}": address}},
@@ -288,7 +288,7 @@ def test_what_is_no_redis_address_is_refused_wherever_it_comes_from(tmp_path: Pa
         (tmp_path / "headway.toml").unlink(missing_ok=True)
 
 
-def test_an_empty_address_on_the_command_line_is_no_address(tmp_path: Path):
+def test_an_empty_address_on_the_command_line_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError):
         config(tmp_path, projects_redis="")
 

@@ -45,14 +45,14 @@ def test_the_exit_codes_are_those_of_the_drawing():
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_class_says_what_it_means(kind: type[HeadwayError]):
+def test_every_class_has_a_docstring(kind: type[HeadwayError]):
     assert (kind.__doc__ or "").strip().endswith(".")
 
 
 @pytest.mark.parametrize(
     "kind", [kind for kind in CLASSES if issubclass(kind, errors.StorageError) and kind is not errors.StorageError]
 )
-def test_a_storage_error_tells_the_operator_what_to_do_next(kind: type[HeadwayError]):
+def test_a_storage_error_has_a_hint(kind: type[HeadwayError]):
     assert kind("x").hint
 
 

@@ -33,7 +33,7 @@ from tests.services.tracing import untraced_environment
         ("no price", "no price"),
     ],
 )
-def test_what_differs_between_items_is_replaced(message: str, cause: str):
+def test_parts_that_vary_between_items_are_replaced(message: str, cause: str):
     assert normalise(message) == cause
 
 
@@ -64,7 +64,7 @@ def test_what_differs_between_items_is_replaced(message: str, cause: str):
         "{n}: quota exceeded",
     ],
 )
-def test_a_number_that_says_which_error_it_is_makes_a_cause_of_its_own(message: str):
+def test_an_error_code_separates_causes(message: str):
     causes = {normalise(message.replace("{n}", number)) for number in ("404", "429", "500")}
     assert len(causes) == 3
     assert {cause.count("{n}") for cause in causes} == {0}
@@ -94,11 +94,11 @@ def test_a_number_that_says_which_error_it_is_makes_a_cause_of_its_own(message: 
         "{n}",
     ],
 )
-def test_a_number_that_differs_from_item_to_item_makes_no_cause_of_its_own(message: str):
+def test_a_number_that_varies_between_items_does_not_separate_causes(message: str):
     assert len({normalise(message.replace("{n}", number)) for number in ("404", "429", "500")}) == 1
 
 
-def test_the_items_own_key_is_replaced_whatever_it_looks_like():
+def test_the_items_key_is_replaced_in_every_form():
     assert normalise("no stock for garden chair", "garden chair") == "no stock for {id}"
 
 
@@ -108,7 +108,7 @@ def test_versions_make_causes_of_their_own():
     assert normalise("API v2.1 has ended") == "API v2.1 has ended"
 
 
-def test_keys_of_digits_are_one_cause_whatever_their_length():
+def test_keys_of_digits_are_one_cause_at_any_length():
     assert {normalise(f"no price for row {key}", key) for key in ("7", "42", "123", "45678")} == {
         "no price for row {n}"
     }
@@ -237,7 +237,7 @@ class OwnBase(BaseException):
         (MemoryError, ""),
     ],
 )
-def test_an_exception_that_does_its_worst_is_described_all_the_same(kind: type[BaseException], message: str):
+def test_a_hostile_exception_is_still_described(kind: type[BaseException], message: str):
     def work() -> None:
         raise kind
 
@@ -264,7 +264,7 @@ def test_a_class_that_cannot_even_be_asked_for_its_name_is_described():
     assert (failure.type, failure.message) == ("Odd", "said")
 
 
-def test_the_member_of_a_group_and_a_note_are_told_and_no_more_than_a_few_of_them():
+def test_a_few_members_of_a_group_and_notes_are_described():
     error = ExceptionGroup("many", [ValueError(f"no {n}") for n in range(100_000)])
     error.add_note("seen at night")
     failure = describe(error)
@@ -303,7 +303,7 @@ def test_causes_that_go_in_circles_or_on_for_ever_are_cut():
         last, last.__context__ = last.__context__, None
 
 
-def test_the_cause_is_told_before_what_came_of_it():
+def test_a_cause_is_described_before_its_effect():
     def load() -> None:
         try:
             json.loads("{")

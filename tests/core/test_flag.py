@@ -75,7 +75,7 @@ def test_a_flag_wakes_everybody_who_waits_and_stays_set(monkeypatch: pytest.Monk
     assert not flag.is_set()
 
 
-def test_whoever_was_not_woken_looks_by_itself(monkeypatch: pytest.MonkeyPatch):
+def test_a_waiter_that_was_not_woken_polls_the_flag(monkeypatch: pytest.MonkeyPatch):
     assert Flag._LOOK_SECONDS <= 1.0
     monkeypatch.setattr(Flag, "_LOOK_SECONDS", 0.02)
     flag = Flag()
@@ -97,7 +97,7 @@ def test_undisturbed_work_runs_beside_the_main_thread_and_answers_or_raises_ther
     assert answers == [True], "where no handler runs no other thread is needed"
 
 
-def test_work_goes_on_to_its_end_when_its_caller_was_interrupted():
+def test_work_completes_when_its_caller_was_interrupted():
     begun, done = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -123,7 +123,7 @@ def test_work_goes_on_to_its_end_when_its_caller_was_interrupted():
     eventually(lambda: "headway-undisturbed" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_where_no_thread_can_be_started_any_more_the_work_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_work_is_done_without_a_thread_if_none_can_start(monkeypatch: pytest.MonkeyPatch):
     """As in `atexit` from Python 3.12 on."""
 
     def refuse(*_: object) -> None:

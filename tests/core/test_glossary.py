@@ -65,14 +65,14 @@ def test_every_public_name_and_every_verb_is_in_the_glossary():
         assert f"`headway {verb}`" in met, verb
 
 
-def test_the_glossary_names_no_verb_and_no_public_name_that_is_not_there():
+def test_every_verb_and_public_name_in_the_glossary_exists():
     for verb in re.findall(r"`headway ([a-z]+)`", GLOSSARY):
         assert verb in COMMANDS
     for name in re.findall(r"\| `([A-Z]\w+)` \|", GLOSSARY):
         assert name in headway.__all__
 
 
-def test_private_words_are_no_names_in_the_source():
+def test_no_name_in_the_source_is_a_private_word():
     found: dict[str, set[str]] = {}
     source = ROOT / "src" / "headway"
     for path in source.rglob("*.py"):

@@ -11,7 +11,7 @@ from headway.errors import InvalidInput
 
 
 @given(st.from_regex(r"[A-Za-z0-9._-]{1,128}", fullmatch=True))
-def test_what_has_the_shape_is_taken_unless_it_is_reserved(text: str):
+def test_a_well_formed_id_is_accepted_unless_it_is_reserved(text: str):
     if text in (".", "..") or re.fullmatch(r"__.*__", text):
         with pytest.raises(InvalidInput):
             check_id(text, "a job id")
@@ -43,6 +43,6 @@ class Hostile:
 
 
 @pytest.mark.parametrize("value", [None, 5, True, b"ads", ["ads"], 10**5000, Hostile()], ids=lambda v: type(v).__name__)
-def test_what_is_no_text_is_refused_whatever_it_is(value: object):
+def test_an_id_that_is_not_a_text_is_refused(value: object):
     with pytest.raises(InvalidInput, match=type(value).__name__):
         check_id(value, "a job id")

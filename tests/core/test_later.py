@@ -139,6 +139,6 @@ def test_a_bad_argument_is_refused(options: dict[str, Any]):
 
 
 @pytest.mark.parametrize("response", [None, "429", SimpleNamespace(status_code=429), SimpleNamespace(headers={})])
-def test_what_is_not_a_response_is_refused(response: object):
+def test_an_object_that_is_not_a_response_is_refused(response: object):
     with pytest.raises(InvalidInput, match="needs an HTTP response"):
         headway.retry_after(response)

@@ -231,12 +231,12 @@ print(us.shares_our_clock, replace(us, started="1").is_dead)
 """
 
 
-def test_a_kernel_without_namespaces_of_time_shows_the_dead_and_has_a_clock_all_the_same():
+def test_dead_owners_are_detected_on_a_kernel_without_time_namespaces():
     assert subprocess.check_output([sys.executable, "-c", OLDER_KERNEL], text=True) == "True True\n"
 
 
 @pytest.mark.parametrize(("proc", "seen"), [([], "False"), (["--mount-proc"], "True")])
-def test_nobody_is_seen_to_be_dead_by_a_proc_that_shows_the_processes_of_another_namespace(proc: list[str], seen: str):
+def test_a_proc_of_another_namespace_shows_no_owner_as_dead(proc: list[str], seen: str):
     """Under our numbers it shows other processes: when one of them ends, a living owner would be taken for dead."""
     apart = ["unshare", *([] if os.getuid() == 0 else ["-Ur"]), "--pid", "--fork", *proc]
     if subprocess.run([*apart, "true"], check=False, capture_output=True).returncode:
@@ -355,7 +355,7 @@ def test_a_machine_that_was_put_back_to_a_snapshot_keeps_no_lease_by_the_clock_i
         store.acquire(Owner.current(), 30.0)
 
 
-def test_a_clock_that_was_set_back_delays_nobody_by_more_than_a_whole_lease(store: Store):
+def test_a_clock_set_back_delays_by_at_most_one_lease(store: Store):
     store.acquire(elsewhere(), 60.0)
     store.set_clock(-3600.0)
     with pytest.raises(Held, match="on other"):  # it may live, and renew it
@@ -446,11 +446,11 @@ def odd_ends() -> list[str]:
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"pid": 1}', "no json", *odd_pids(), *odd_ends()])
-def test_a_text_that_is_no_owners_is_recognised(text: str | None):
+def test_a_text_that_is_not_an_owner_is_recognised(text: str | None):
     assert read_owner(text) is None
 
 
-def test_an_owner_is_read_as_it_was_written():
+def test_an_owner_survives_writing_and_reading():
     us = Owner.current()
     assert read_owner(write_owner(us)) == (us, None, None)
     found = read_owner(write_owner(us, 60.0))

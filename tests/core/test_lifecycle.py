@@ -141,7 +141,7 @@ def test_the_steps_of_a_shutdown_spend_one_budget():
     assert (budget.left, budget.spent) == (0.0, True)
 
 
-def test_a_forked_child_is_told_that_the_resource_is_its_parents():
+def test_a_forked_child_may_not_use_its_parents_resource():
     guard = ForkGuard("The listener")
     guard.check()
     pid = os.fork()
@@ -155,7 +155,7 @@ def test_a_forked_child_is_told_that_the_resource_is_its_parents():
     guard.check()
 
 
-def test_a_process_that_computes_does_not_stand_still_however_long_nobody_asks():
+def test_computing_between_polls_does_not_count_as_suspension():
     watch, began = Stopwatch(), time.process_time()
     while time.process_time() - began < 1.5 * STANDSTILL_SECONDS:
         pass

@@ -54,7 +54,7 @@ def test_a_database_that_knows_no_encoding_keeps_texts_as_they_are(made: Callabl
     assert headway.map(len, ["ä", "bb"], job="letters", database=url).done == 2
 
 
-def test_what_was_acknowledged_survives_a_crash_although_the_database_commits_asynchronously(
+def test_acknowledged_writes_survive_a_crash_despite_asynchronous_commit(
     made: Callable[..., str], postgres_server: PostgresServer
 ):
     url = made(synchronous_commit="off")
@@ -75,9 +75,7 @@ def test_what_was_acknowledged_survives_a_crash_although_the_database_commits_as
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_a_transaction_decides_by_what_is_there_when_it_has_its_lock_however_the_database_isolates(
-    made: Callable[..., str], isolation: str
-):
+def test_a_transaction_reads_after_its_lock_under_every_isolation_level(made: Callable[..., str], isolation: str):
     url = made(default_transaction_isolation=isolation)
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = %s"
     with psycopg.connect(url, autocommit=True) as somebody, ThreadPoolExecutor(2) as threads:
@@ -149,7 +147,7 @@ def test_items_without_a_payload_or_a_key_are_registered_also_where_arrays_have_
         ]
 
 
-def test_a_server_that_lets_nobody_end_a_transaction_leaves_the_outcome_unknown_and_that_is_said(
+def test_without_the_right_to_terminate_an_unknown_outcome_is_reported(
     postgres_url: str, postgres_server: PostgresServer, tcp_proxy: Callable[[int], TcpProxy], monkeypatch
 ):
     connect(postgres_url).close()
@@ -267,7 +265,7 @@ def test_a_migration_that_waits_for_a_long_transaction_does_not_block_writers(
         assert database.one("SELECT value FROM meta WHERE name = 'schema'") == (str(len(migrations("postgresql"))),)
 
 
-def test_an_index_that_cannot_be_built_now_is_built_later_and_nobody_waits_for_it(
+def test_an_index_that_cannot_be_built_now_is_built_later_without_a_wait(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("headway._sql.postgresql.MIGRATION_LOCK_SECONDS", 0.2)

@@ -199,7 +199,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("text", HARMLESS, ids=range(len(HARMLESS)))
-def test_what_is_no_secret_is_left_alone(text: str):
+def test_texts_without_secrets_are_unchanged(text: str):
     assert redact(text) == text
 
 
@@ -330,7 +330,7 @@ def test_a_password_may_hold_any_sign_anywhere(place: str):
         assert "hunter" not in redact(text), text
 
 
-def test_a_text_of_a_class_of_its_own_is_redacted_by_what_it_says():
+def test_a_subclass_of_str_is_redacted_by_its_content():
     class Text(str):
         __slots__ = ()
 
@@ -396,5 +396,5 @@ def test_a_name_that_says_secret_is_known(name: str):
     ["author", "tokens", "max_tokens", "passed", "passenger", "key", "keyboard", "monkey", "config", "signal", "bypass",
      "spinner", "laptop", "last_pass", "first-pass"],
 )  # fmt: skip
-def test_a_name_that_only_looks_like_one_is_not(name: str):
+def test_a_name_that_resembles_a_secret_is_not_one(name: str):
     assert not names_a_secret(name)

@@ -60,7 +60,7 @@ NO_ADDRESSES: list[Any] = [
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES, ids=repr)
-def test_what_is_no_redis_address_is_one_clear_error(url: Any):
+def test_an_invalid_redis_address_is_one_clear_error(url: Any):
     for connect in (_redis.connect, _redis.connect_async):
         with pytest.raises(InvalidInput) as refusal:
             connect(url, role="state")
@@ -172,7 +172,7 @@ def test_eviction_can_be_allowed_and_is_then_called_critical(
     assert [r.levelno for r in caplog.records if "evicting" in r.message] == [logging.CRITICAL]
 
 
-def test_missing_persistence_is_said_unless_the_truth_is_elsewhere(
+def test_missing_persistence_is_logged_unless_the_data_is_in_sql(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ):
     client = _redis.connect(redis_server.url(1), role="state")
@@ -254,14 +254,14 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_bytes_that_are_no_text_spoil_their_own_value_only(redis_server: RedisServer):
+def test_invalid_utf_8_affects_its_own_value_only(redis_server: RedisServer):
     raw = redis.Redis(port=redis_server.port, db=1)
     raw.hset("h", mapping={"good": "1", "bad": b"\xff\xfe"})
     client = _redis.connect(redis_server.url(1), role="state")
     assert client.hgetall("h") == {"good": "1", "bad": "\\xff\\xfe"}
 
 
-def test_what_cannot_be_sent_is_said_and_subclasses_are_sent_by_value(redis_server: RedisServer):
+def test_unsendable_arguments_are_reported_and_subclasses_sent_by_value(redis_server: RedisServer):
     class Color(str, Enum):  # noqa: UP042  # as older programs write it
         RED = "red"
 
@@ -285,7 +285,7 @@ def test_without_hiredis_commands_are_packed_the_same():
     assert slow == packed("SET", "k", 5, b"\x00\r\n", "é", 1.25)
 
 
-def test_a_reply_that_came_too_late_is_never_read_by_the_next_call(redis_server: RedisServer):
+def test_a_late_reply_is_never_read_by_the_next_call(redis_server: RedisServer):
     client = _redis.connect(redis_server.url(1), role="state", timeout=0.2, max_connections=1)
     echo = _redis.Script("echo", "return ARGV[1]")
     assert echo(client, [], ["warm"]) == "warm"

@@ -49,7 +49,7 @@ def test_a_wait_is_never_negative_never_above_its_cap_and_never_overflows(failur
     assert 0.0 <= wait <= cap
 
 
-def test_a_call_is_repeated_until_it_returns_and_each_wait_is_told():
+def test_a_call_is_retried_until_it_returns_and_each_wait_is_reported():
     told: list[tuple[int, float, str]] = []
     answers: list[object] = [OSError("a"), OSError("b"), "here"]
 
@@ -129,7 +129,7 @@ class Clock:
         return self.now
 
 
-def test_the_breaker_opens_at_its_threshold_and_says_so_once():
+def test_the_breaker_opens_at_its_threshold_and_reports_it_once():
     breaker = CircuitBreaker(threshold=3, cooldown=5.0, clock=Clock())
     assert [breaker.failed() for _ in range(5)] == [False, False, True, False, False]
 
@@ -156,7 +156,7 @@ def test_an_open_breaker_lets_one_probe_through_per_cooldown():
     assert breaker.open_for == pytest.approx(5.1)
 
 
-def test_a_probe_that_succeeds_closes_it_and_the_moment_is_told():
+def test_a_successful_probe_closes_it_and_reports_it():
     clock = Clock()
     breaker = CircuitBreaker(threshold=1, cooldown=1.0, clock=clock)
     breaker.failed()

@@ -113,7 +113,7 @@ async def coroutine() -> Client:
     ],
 )
 @pytest.mark.parametrize("loop", [False, True])
-def test_what_cannot_be_a_set_up_is_refused(setup: Any, why: str, loop: bool):
+def test_an_invalid_set_up_is_refused(setup: Any, why: str, loop: bool):
     with pytest.raises(InvalidInput, match=why):
         checked(setup, loop=loop)
 

@@ -58,7 +58,7 @@ def names(database: Database) -> set[str]:
 
 
 @everywhere
-def test_what_run_returned_is_there_and_what_raised_is_not(url: str):
+def test_a_returned_transaction_is_stored_and_a_raised_one_is_not(url: str):
     with connect(url) as database:
         assert database.run(lambda tx: tx.execute(META, ("kept", "x"))) == 1
 
@@ -175,9 +175,7 @@ def test_a_write_waits_while_another_process_holds_the_lock_and_tells_its_tries(
 
 
 @pytest.mark.req("S3-28")
-def test_a_lock_that_is_never_let_go_is_an_error_with_the_path_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_lock_that_is_never_released_is_an_error_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sqlite, "LOCK_SECONDS", 1.0)
     path = tmp_path / "a.db"
     with connect(sqlite_url(path)) as database:
@@ -319,7 +317,7 @@ def test_threads_share_postgresql_and_closing_ends_the_sessions(postgres_url: st
 
 @pytest.mark.req("S3-26")
 @shared
-def test_a_forked_child_has_connections_of_its_own_and_the_parent_is_unharmed(url: str):
+def test_a_forked_child_has_its_own_connections(url: str):
     with connect(url) as database:
         put(database, "before")
 
@@ -440,7 +438,7 @@ def test_a_child_forked_in_the_middle_of_a_long_transaction_refuses_instead_of_t
 
 
 @pytest.mark.req("S3-26")
-def test_what_a_child_wrote_survives_its_parent_closing_the_database(tmp_path: Path):
+def test_writes_of_a_child_survive_the_close_of_its_parent(tmp_path: Path):
     """With inherited connections the parent would take itself for the last user and delete the child's -wal."""
     url = sqlite_url(tmp_path / "a.db")
     database = connect(url)
@@ -561,7 +559,7 @@ def test_a_server_that_is_away_is_tried_again_and_then_unavailable(
     assert caplog.text.count("the query is retried") == 2
 
 
-def test_a_wrong_password_or_database_is_said_at_once_and_not_tried_again(postgres_factory, caplog):
+def test_a_wrong_password_or_database_is_reported_at_once_without_retry(postgres_factory, caplog):
     server: PostgresServer = postgres_factory()
     with psycopg.connect(server.url(), autocommit=True) as admin:
         admin.execute("CREATE USER ann PASSWORD 'right'")
@@ -695,7 +693,7 @@ def know(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, list[str]]]) ->
 
 
 @pytest.mark.parametrize("version", range(1, len(migrations("sqlite"))))
-def test_a_file_of_every_earlier_version_becomes_what_is_made_today(
+def test_a_file_of_every_earlier_version_migrates_to_todays_schema(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     connect(sqlite_url(tmp_path / "made.db")).close()
@@ -707,7 +705,7 @@ def test_a_file_of_every_earlier_version_becomes_what_is_made_today(
     assert sqlite_schema(tmp_path / "migrated.db") == sqlite_schema(tmp_path / "made.db")
 
 
-def test_a_postgresql_of_every_earlier_version_becomes_what_is_made_today(
+def test_a_postgresql_of_every_earlier_version_migrates_to_todays_schema(
     postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """One goes through every version by itself, one is of the first and becomes today's at once."""

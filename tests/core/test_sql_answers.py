@@ -78,7 +78,7 @@ def test_a_connection_whose_row_was_removed_is_known_again(far_url: str, postgre
         assert database.run(count) == 2
 
 
-def test_rolled_back_transactions_are_in_nobodys_way(far_url: str, proxy: TcpProxy):
+def test_rolled_back_transactions_block_no_other(far_url: str, proxy: TcpProxy):
     def give_up(tx: Tx) -> None:
         count(tx)
         raise KeyError("no")
@@ -210,7 +210,7 @@ def test_a_line_that_takes_everything_and_answers_nothing_ends_in_unavailable(
             connect(far_url)
 
 
-def test_a_statement_that_takes_too_long_is_ended_by_the_server_and_said(postgres_url: str, hasty: None):
+def test_the_server_cancels_a_slow_statement_and_it_is_reported(postgres_url: str, hasty: None):
     with connect(postgres_url) as database:
         with pytest.raises(StorageError, match="too long"):
             database.all("SELECT pg_sleep(60)")
@@ -299,7 +299,7 @@ def test_a_postgresql_that_may_only_be_read_is_read_and_its_refusal_speaks_of_se
         "DELETE FROM meta",
     ],
 )
-def test_the_doors_for_reading_refuse_what_writes(url: str, sql: str):
+def test_the_methods_for_reading_refuse_statements_that_write(url: str, sql: str):
     with connect(url) as database:
         before = database.all("SELECT name, value FROM meta ORDER BY name")
         for door in (database.one, database.all):
@@ -320,7 +320,7 @@ def test_one_statement_that_writes_gives_the_rows_it_returns(url: str, idempoten
 
 
 @everywhere
-def test_nothing_is_in_an_empty_list_and_that_is_no_error(url: str):
+def test_an_empty_list_matches_nothing(url: str):
     with connect(url) as database:
         assert database.all(f"SELECT name FROM meta WHERE name IN ({marks(0)})") == []
         assert database.all(f"SELECT no FROM jobs WHERE no IN ({marks(0)}) OR total IN ({marks(0)})") == []
@@ -393,7 +393,7 @@ def test_a_commit_into_a_file_that_lost_its_name_is_an_error(tmp_path: Path, acc
 
 @pytest.mark.parametrize("accident", [remove, replace_by_another, move_away, remove_everything, remove_the_log])
 @pytest.mark.parametrize("verb", ["one", "all", "now", "run"])
-def test_a_reader_of_a_file_that_lost_its_name_is_told(
+def test_a_reader_of_an_unlinked_file_gets_an_error(
     tmp_path: Path, accident: Callable[[Path], None], verb: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sqlite, "LOOK_SECONDS", 0.001)
@@ -413,7 +413,7 @@ def test_a_reader_of_a_file_that_lost_its_name_is_told(
         eventually(told, 10)
 
 
-def test_a_log_that_is_made_anew_because_everybody_had_closed_the_file_is_no_accident(tmp_path: Path):
+def test_a_log_recreated_after_every_process_closed_is_accepted(tmp_path: Path):
     first, second = (connect(sqlite_url(tmp_path / "a.db")) for _ in range(2))
     first.run(count)
     second.run(count)

@@ -209,7 +209,7 @@ def test_a_backup_restored_over_the_log_of_its_later_life_is_refused_and_not_har
 
 
 @pytest.mark.req("S3-22")
-def test_a_log_that_is_older_than_its_file_and_fits_is_used_and_said_to_be(
+def test_an_older_log_that_fits_is_used_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(sqlite_file, "OVERLAID_SECONDS", 0.05)
@@ -226,7 +226,7 @@ def test_a_log_that_is_older_than_its_file_and_fits_is_used_and_said_to_be(
 
 
 @pytest.mark.req("S3-29")
-def test_a_log_that_holds_everything_since_the_backup_undoes_the_restore_and_it_is_said(
+def test_a_log_that_undoes_a_restore_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """It cannot be told from a log that is the file's own, which must be used."""
@@ -456,7 +456,7 @@ def test_a_directory_that_may_not_be_written_or_entered_is_a_clear_error(reachab
 
 
 @pytest.mark.req("S3-29")
-def test_somebody_elses_private_file_is_a_clear_error(tmp_path: Path, reachable: Path):
+def test_a_private_file_of_another_user_is_a_clear_error(tmp_path: Path, reachable: Path):
     path = make(reachable / "a.db")
     path.chmod(0o000)
 
@@ -547,7 +547,7 @@ print("ok")
 
 
 @pytest.mark.req("S3-30")
-def test_a_file_that_may_not_grow_stops_in_good_order_and_goes_on_when_it_may(tmp_path: Path):
+def test_a_file_at_its_size_limit_fails_cleanly_and_recovers(tmp_path: Path):
     """The limit on file sizes stands in for a full disk where no disk can be made: it needs no rights."""
     code = "import resource; hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]; "
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, hard))\n" + FILL
@@ -570,7 +570,7 @@ def can_mount() -> list[str]:
 
 @pytest.mark.req("S3-30")
 @pytest.mark.parametrize("prefix", [found] if (found := can_mount()) else [])  # elsewhere the test above is the proof
-def test_a_full_disk_stops_in_good_order_and_goes_on_after_freeing_space(tmp_path: Path, prefix: list[str]):
+def test_a_full_disk_fails_cleanly_and_recovers_after_freeing_space(tmp_path: Path, prefix: list[str]):
     script = 'mount -t tmpfs -o size=4m none "$1" && head -c 3000000 /dev/zero > "$1/ballast" && '
     script += 'exec "$2" -c "$3" "$1/a.db" "$4"'
     freed = "import os; os.unlink(os.path.dirname(path) + '/ballast')"

@@ -77,7 +77,7 @@ def test_a_json_line_has_the_fixed_fields_and_the_facts():
 
 
 @pytest.mark.usefixtures("_restored_logging")
-def test_a_plain_line_reads_when_how_bad_where_what_facts():
+def test_a_plain_line_has_time_level_package_message_and_fields():
     line = lines(as_json=False, job="ads", idx=17)
     when, level, where, rest = line.split(" ", 3)
     assert (level, where, rest) == ("WARNING", "ledger:", '🟡 item failed job="ads" idx=17\n')
@@ -85,7 +85,7 @@ def test_a_plain_line_reads_when_how_bad_where_what_facts():
 
 
 @pytest.mark.usefixtures("_restored_logging")
-def test_an_exception_is_told_redacted():
+def test_an_exception_is_logged_redacted():
     stream = io.StringIO()
     configure(as_json=True, stream=stream)
     try:
@@ -97,7 +97,7 @@ def test_an_exception_is_told_redacted():
 
 
 @pytest.mark.usefixtures("_restored_logging")
-def test_a_field_nobody_listed_is_refused():
+def test_an_unknown_field_is_refused():
     configure(stream=io.StringIO())
     with pytest.raises(ValueError, match="colour"):
         Log("ledger").info("x", colour="red")
@@ -188,8 +188,8 @@ def test_a_child_forked_while_a_thread_was_counting_can_count():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
 
-def test_whoever_is_called_in_the_midst_of_counting_may_count_too():
-    """A signal handler is: it runs between any two steps of the main thread."""
+def test_a_signal_handler_may_count_during_a_count():
+    """A signal handler runs between any two steps of the main thread."""
     counted = Metrics()
 
     class Interrupting(str):

@@ -99,7 +99,7 @@ def test_a_wake_up_without_a_message_is_none(monkeypatch):
         (b"-NOPERM no\r\n" * 2, lambda redis: redis.executions(["x:y"])),
     ],
 )
-def test_a_reply_that_makes_no_sense_is_refused_with_what_was_wrong(reply, ask):
+def test_an_invalid_reply_is_refused_with_its_reason(reply, ask):
     with pytest.raises((ServerRefused, StorageError, Unavailable), match="Redis"):
         ask(connect(Canned(reply).url))
 
@@ -144,7 +144,7 @@ def test_the_record_of_events_is_kept_in_a_stream_when_one_is_named(scene: Scene
     assert kept.count(first["id"]) == kept.count(second["id"]) == 1
 
 
-def test_without_redis_installed_it_says_what_to_install():
+def test_without_redis_the_error_names_the_extra():
     program = (
         "import sys; sys.modules['rq'] = None\n"
         "from headway.errors import MissingExtra\n"

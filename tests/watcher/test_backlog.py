@@ -57,7 +57,7 @@ def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_si
 
 
 @pytest.mark.req("S4-19")
-def test_what_fails_while_it_catches_up_is_told(scene: Scene):
+def test_a_failure_during_the_catch_up_is_reported(scene: Scene):
     """It listens before it catches up: nothing else would say so."""
     scene.burst(1, prefix="before")
     late = iter(["late"])
@@ -111,7 +111,7 @@ def test_sweeps_over_empty_registries_find_nothing_and_end_nothing(scene: Scene,
 
 
 @pytest.mark.req("S4-19")
-def test_a_restart_repeats_nothing_and_tells_what_happened_meanwhile(scene: Scene):
+def test_a_restart_repeats_nothing_and_reports_events_in_between(scene: Scene):
     with scene.watching(page_size=50):
         before = scene.burst(120, prefix="before")
         scene.events.expect(*[(job_id, "failed") for job_id in before])
@@ -136,7 +136,7 @@ def test_a_restart_with_the_record_in_redis_repeats_nothing(scene: Scene):
             scene.events.expect((job.id, "canceled"), (job.id, "finished"))
 
 
-def test_a_job_that_failed_twice_while_nobody_watched_is_told_twice(scene: Scene):
+def test_a_job_that_failed_twice_without_a_watcher_is_reported_twice(scene: Scene):
     with scene.watching():
         pass  # from now on everything counts
     scene.worker()
@@ -229,7 +229,7 @@ def test_an_idle_watcher_costs_at_most_three_commands_a_minute(scene: Scene, mon
 
 
 @pytest.mark.req("S4-22")
-def test_the_sweep_comes_as_often_as_it_is_told_to(scene: Scene):
+def test_the_sweep_runs_at_its_interval(scene: Scene):
     with scene.watching(sweep_s=0.05):
         scene.sweeps(5)
 

@@ -56,7 +56,7 @@ def _start(scene: Scene, **changes: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("store", ["sqlite:///watcher.db", "redis"])
-def test_a_watcher_killed_again_and_again_tells_everything_and_repeats_only_what_it_could_not_note(
+def test_a_watcher_killed_repeatedly_loses_nothing_and_repeats_only_unrecorded_events(
     scene: Scene, start: Start, store
 ):
     """Kill -9 at random moments while failures pour in. A kill may repeat the window it fell into, under the same ids."""
@@ -79,7 +79,7 @@ def test_a_watcher_killed_again_and_again_tells_everything_and_repeats_only_what
     assert sum(told.values()) - len(told) <= kills * 20
 
 
-def test_a_killed_worker_is_told_when_the_lease_that_rq_gave_it_lapses(scene: Scene):
+def test_a_killed_worker_is_reported_when_its_lease_expires(scene: Scene):
     worker = scene.worker()  # RQ's own lease: a minute and the monitoring interval, here 1 s
     with scene.watching():
         job, _ = scene.hang()
@@ -103,7 +103,7 @@ def test_a_link_cut_two_hundred_times_loses_nothing(scene: Scene):
         scene.events.expect(*[(job_id, "failed") for job_id in ids], timeout=60)
 
 
-def test_ten_thousand_failures_at_once_are_each_told_once_within_bounded_memory(scene: Scene, start: Start):
+def test_ten_thousand_failures_are_each_reported_once_in_bounded_memory(scene: Scene, start: Start):
     watcher = start(RQ_WATCHER_PAGE_SIZE="200")
     eventually(lambda: scene.redis.pubsub_numpat() == 3, 30)
     ids = scene.burst(10_000)

@@ -92,6 +92,6 @@ class RegistryEdits(RuleBasedStateMachine):
 
 
 @pytest.mark.req("S4-19")
-def test_nothing_is_told_twice_and_nothing_is_missed_whatever_was_not_announced():
+def test_every_fact_is_reported_once_despite_lost_announcements():
     RegistryEdits.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
     RegistryEdits.TestCase("runTest").runTest()

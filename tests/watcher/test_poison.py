@@ -175,7 +175,7 @@ def test_a_job_with_a_name_that_no_index_holds_is_told_to_the_sinks_as_well(scen
     assert sorted(one for (one,) in kept) == sorted(event["id"] for event in told)
 
 
-def test_what_can_be_told_of_it_is_told(scene: Scene):
+def test_the_readable_fields_of_a_poisonous_job_are_reported(scene: Scene):
     for number, poison in enumerate([surrogate, not_a_number, long, large_exception, pickled]):
         poison(scene)
         for key in ("rq:job:", "rq:results:"):

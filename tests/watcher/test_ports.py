@@ -208,7 +208,7 @@ def test_results_come_newest_first(world: World):
     assert orders == sorted(orders, reverse=True)
 
 
-def test_executions_that_are_gone_are_said_to_be(world: World):
+def test_missing_executions_are_reported_as_missing(world: World):
     (gone,) = world.redis.executions(["job:execution"])
     assert (gone.exists, gone.created_at, gone.worker, gone.timeout) == (False, 0.0, "", 0.0)
 

@@ -75,7 +75,7 @@ def test_a_pattern_matches_only_its_own_key():
 
 
 @pytest.mark.req("S4-34")
-def test_a_traceback_is_told_by_its_exception_on_one_line():
+def test_a_traceback_becomes_its_exception_on_one_line():
     assert summary(TRACEBACK) == ("ValueError", "ValueError: batch size is negative")
 
 
@@ -89,7 +89,7 @@ def test_a_traceback_is_told_by_its_exception_on_one_line():
         ('  File "a.py", line 1\n    f()\n^ not a type', ("", "^ not a type")),
     ],
 )
-def test_whatever_stands_there_makes_one_line(text, expected):
+def test_every_text_becomes_one_line(text, expected):
     assert summary(text) == expected
 
 
@@ -155,7 +155,7 @@ def raise_syntax() -> None:
         (raise_syntax, "SyntaxError", "SyntaxError: invalid syntax"),
     ],
 )
-def test_an_exception_is_told_by_its_own_words_and_no_traceback(raising, error_type, message):
+def test_a_summary_has_the_message_without_the_traceback(raising, error_type, message):
     assert summary(formatted(raising)) == (error_type, message)
 
 
@@ -186,7 +186,7 @@ def test_a_long_message_keeps_its_type_and_its_beginning(size):
 
 
 @pytest.mark.req("S4-34")
-def test_secrets_in_an_exception_are_not_told():
+def test_secrets_in_an_exception_are_redacted():
     assert (
         summary('  File "a.py", line 1, in f\nError: postgresql://me:hunter22@db/x')[1]
         == "Error: postgresql://me:***@db/x"
@@ -207,7 +207,7 @@ def test_both_ends_of_a_huge_exception_are_read_without_keeping_all_of_it():
 
 
 @given(st.binary(max_size=200))
-def test_a_damaged_exception_is_no_reason_to_fail(damage):
+def test_a_damaged_exception_raises_nothing(damage):
     assert isinstance(exception_text(damage), str)
     assert isinstance(exception_text(stored(TRACEBACK)[: len(damage)] + damage), str)
 
@@ -235,7 +235,7 @@ def test_only_the_latest_failure_of_a_stopped_job_was_the_stop():
     assert [failure(record, one).kind for one in (old, new)] == ["failed", "stopped"]
 
 
-def test_the_failures_since_the_last_one_told_are_new():
+def test_failures_since_the_last_reported_one_are_new():
     record = job(result("30-0"), result("20-5", outcome="successful"), result("20-0"), result("10-0"))
     assert [one.id for one in fresh_failures(record, "10-0", 0)] == ["20-0", "30-0"]
     assert fresh_failures(record, "30-0", 0) == []

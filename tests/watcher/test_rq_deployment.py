@@ -16,7 +16,7 @@ from tests.watcher.scene import Scene
 
 
 @pytest.mark.req("S4-04", "S4-08")
-def test_a_job_that_raises_is_told_once_with_its_exception(scene: Scene):
+def test_a_job_that_raises_is_reported_once_with_its_exception(scene: Scene):
     scene.worker()
     with scene.watching():
         job = scene.enqueue("fail", "no digits here")
@@ -30,7 +30,7 @@ def test_a_job_that_raises_is_told_once_with_its_exception(scene: Scene):
 
 
 @pytest.mark.req("S4-08")
-def test_a_job_with_retries_left_is_told_only_when_it_has_failed_for_good(scene: Scene):
+def test_a_job_with_retries_is_reported_only_at_its_permanent_failure(scene: Scene):
     scene.worker()
     with scene.watching():
         job = scene.enqueue("fail", retry=Retry(max=2))
@@ -41,7 +41,7 @@ def test_a_job_with_retries_left_is_told_only_when_it_has_failed_for_good(scene:
 
 
 @pytest.mark.req("S4-05", "S4-09")
-def test_canceling_a_queued_job_is_told_as_somebodys_wish(scene: Scene):
+def test_canceling_a_queued_job_is_reported_as_a_users_request(scene: Scene):
     with scene.watching():
         job = scene.enqueue("succeed")
         job.cancel()
@@ -66,7 +66,7 @@ def test_canceling_a_running_job_is_told_and_so_is_how_it_ended_after_all(scene:
     assert ended["data"]["execution_id"] == canceled["data"]["execution_id"]
 
 
-def test_a_stopped_job_is_told_as_somebodys_wish(scene: Scene):
+def test_a_stopped_job_is_reported_as_a_users_request(scene: Scene):
     scene.worker()
     with scene.watching():
         job, _ = scene.hang()
@@ -76,7 +76,7 @@ def test_a_stopped_job_is_told_as_somebodys_wish(scene: Scene):
 
 
 @pytest.mark.req("S4-11")
-def test_a_hung_job_is_told_as_stuck_and_later_as_finished(scene: Scene):
+def test_a_hung_job_is_reported_as_stuck_and_later_as_finished(scene: Scene):
     scene.worker()
     with scene.watching(stuck_job_timeout_s=1.0):
         job, flag = scene.hang(job_timeout=-1)
@@ -114,7 +114,7 @@ def test_a_job_that_may_run_longer_than_the_stuck_timeout_is_left_to_its_own_tim
     assert "JobTimeoutException" in event["data"]["error_type"]
 
 
-def test_a_killed_work_horse_is_told_as_killed(scene: Scene):
+def test_a_killed_work_horse_is_reported_as_killed(scene: Scene):
     scene.worker()
     with scene.watching():
         job = scene.enqueue("die")
@@ -138,7 +138,7 @@ def test_a_killed_worker_is_told_as_lost_when_its_lease_lapses_and_not_again_whe
     assert lost["data"]["execution_id"]
 
 
-def test_a_lost_job_that_rq_puts_back_is_told_as_retried(scene: Scene):
+def test_a_lost_job_that_rq_requeues_is_reported_as_retried(scene: Scene):
     worker = scene.worker(lease=2)
     with scene.watching(stuck_job_timeout_s=4.0):  # such a watcher reads the started registry every second
         job, _ = scene.hang(retry=Retry(max=1))
@@ -148,7 +148,7 @@ def test_a_lost_job_that_rq_puts_back_is_told_as_retried(scene: Scene):
         scene.events.expect((job.id, "lost"), (job.id, "retried"))
 
 
-def test_a_worker_lost_while_nobody_watched_is_told_as_lost(scene: Scene):
+def test_a_worker_lost_without_a_watcher_is_reported(scene: Scene):
     worker = scene.worker(lease=1)
     job, _ = scene.hang()
     scene.kill_group(worker)
@@ -163,7 +163,7 @@ def test_a_worker_lost_while_nobody_watched_is_told_as_lost(scene: Scene):
 
 
 @pytest.mark.parametrize("failure_ttl", [None, -1])
-def test_a_job_that_is_requeued_and_fails_again_is_told_again(scene: Scene, failure_ttl):
+def test_a_requeued_job_that_fails_again_is_reported_again(scene: Scene, failure_ttl):
     scene.worker()
     with scene.watching():
         job = scene.enqueue("fail", failure_ttl=failure_ttl)
@@ -258,7 +258,7 @@ def test_one_id_in_two_queues_is_two_executions_whose_ends_are_told_apart(scene:
 
 
 @pytest.mark.parametrize("dies", ["worker", "horse", "both"])
-def test_whoever_is_killed_the_job_is_told_once(scene: Scene, dies):
+def test_each_job_is_reported_once_whichever_process_is_killed(scene: Scene, dies):
     worker = scene.worker(lease=2)
     with scene.watching(stuck_job_timeout_s=4.0):
         job, flag = scene.hang()

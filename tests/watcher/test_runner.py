@@ -135,7 +135,7 @@ def test_a_preflight_that_fails_ends_it_with_exit_code_2_and_one_message(tmp_pat
 
 
 @pytest.mark.req("S4-28")
-def test_one_round_and_then_told_to_stop_is_exit_code_0(tmp_path, monkeypatch):
+def test_a_stop_after_one_round_is_exit_code_0(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     redis, shutdown = FakeRedis(), Shutdown()
     redis.on_publish = shutdown.request
@@ -161,7 +161,7 @@ def test_an_error_of_a_command_is_logged_once_and_ends_it(tmp_path, monkeypatch,
 
 @pytest.mark.req("S4-01", "S4-30")
 @pytest.mark.parametrize("store", ["", "redis"])
-def test_the_command_watches_until_it_is_told_to_stop(scene: Scene, tmp_path, store):
+def test_the_command_watches_until_it_is_stopped(scene: Scene, tmp_path, store):
     watcher = start(
         str(Path(sys.executable).parent / "rq_keyspace_watcher"),
         cwd=tmp_path,
@@ -222,7 +222,7 @@ def test_an_address_that_makes_no_sense_is_exit_code_2_and_one_message(tmp_path,
 
 
 @pytest.mark.parametrize("store", ["", "redis"])
-def test_told_to_stop_during_a_long_catch_up_it_ends_and_the_next_one_goes_on(scene: Scene, tmp_path, store):
+def test_a_stop_during_a_long_catch_up_ends_it_and_the_next_run_continues(scene: Scene, tmp_path, store):
     ids = scene.burst(3_000)
     environment = ENVIRONMENT | {
         "REDIS_URL": scene.url, "RQ_WATCHER_STORE": store, "RQ_WATCHER_PAGE_SIZE": "10", "PYTHONWARNINGS": "error",
@@ -251,7 +251,7 @@ def test_started_where_the_ends_of_children_are_ignored_it_knows_how_the_program
     assert watcher.communicate(timeout=60)[0] == "SIG_DFL\n"
 
 
-def test_what_is_told_is_put_into_the_outbox_when_sinks_are_configured(tmp_path, monkeypatch):
+def test_events_are_put_into_the_outbox_when_sinks_are_configured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     redis, shutdown = FakeRedis(), Shutdown()
     redis.on_publish = shutdown.request
@@ -261,7 +261,7 @@ def test_what_is_told_is_put_into_the_outbox_when_sinks_are_configured(tmp_path,
         assert [job for (job,) in database.all("SELECT job FROM outbox")] == ["a"]
 
 
-def test_with_its_record_in_redis_it_says_that_sinks_are_not_told(scene: Scene, tmp_path, monkeypatch, capfd):
+def test_with_its_record_in_redis_it_logs_that_sinks_get_no_events(scene: Scene, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     shutdown = Shutdown()
     shutdown.request()

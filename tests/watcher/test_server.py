@@ -186,7 +186,7 @@ def test_a_link_whose_bytes_vanish_ends_the_watcher_and_the_next_one_catches_up(
         scene.events.expect(("burst-00000", "failed"))
 
 
-def test_an_event_whose_publishing_was_not_confirmed_is_told_again_under_its_id(scene: Scene, tcp_proxy):
+def test_an_unconfirmed_event_is_published_again_under_its_id(scene: Scene, tcp_proxy):
     proxy = tcp_proxy(scene.server.port)
     watching = scene.start(redis_url=f"redis://127.0.0.1:{proxy.port}/0")
     proxy.drop_replies(to=b"PUBLISH")
@@ -232,7 +232,7 @@ def test_a_watcher_that_was_blinded_notices_it_at_the_next_sweep_although_nothin
 
 
 @pytest.mark.req("S4-02", "S4-31")
-def test_without_notifications_it_ends_and_looks_at_no_registry_instead(scene: Scene, monkeypatch, tmp_path):
+def test_without_notifications_it_ends_and_does_not_poll(scene: Scene, monkeypatch, tmp_path):
     """There is nothing it could be switched to: whatever the environment says."""
     scene.redis.config_set("notify-keyspace-events", "")
     scene.burst(1)

@@ -59,7 +59,7 @@ def test_an_announced_failure_is_published_once_however_often_it_is_announced():
 
 
 @pytest.mark.req("S4-25")
-def test_a_flood_of_announcements_means_one_look():
+def test_a_flood_of_announcements_causes_one_read():
     stand = Stand().open()
     stand.redis.fail("a", "1-0")
     for _ in range(500):
@@ -68,7 +68,7 @@ def test_a_flood_of_announcements_means_one_look():
     assert stand.redis.calls == ["zrevrangebyscore", "jobs", "publish"]
 
 
-def test_a_flood_without_an_end_does_not_keep_it_from_looking(monkeypatch):
+def test_an_endless_flood_does_not_prevent_reads(monkeypatch):
     monkeypatch.setattr(link, "BATCH", 10)
     stand = Stand().open()
     stand.redis.fail("a", "1-0")
@@ -96,7 +96,7 @@ def test_it_dies_between_publishing_and_noting_it_then_the_event_comes_again_wit
     assert first["id"] == second["id"] == "digits:a:e-1-0:failed"
 
 
-def test_events_of_one_look_come_in_the_order_in_which_they_happened():
+def test_events_of_one_read_are_in_the_order_of_their_times():
     stand = Stand(page_size=2).open()
     for number, job_id in enumerate("dbeac"):
         stand.redis.fail(job_id, f"{number + 1}000-0", score=100 + number)
@@ -133,7 +133,7 @@ def test_a_failure_kept_for_ever_is_found_at_the_lowest_end_without_going_throug
 
 
 @pytest.mark.parametrize("score", [-1.0, 9e9])
-def test_a_job_removed_and_failed_again_with_the_same_score_is_told_again(score):
+def test_a_job_that_failed_again_with_the_same_score_is_reported_again(score):
     stand = Stand().open()
     stand.redis.fail("a", "1-0", score=score)
     stand.redis.announce("F")
@@ -163,7 +163,7 @@ def test_a_doubt_lasts_until_the_whole_registry_was_gone_through():
     assert sorted(delivered(stand)) == [(job_id, "failed") for job_id in ("a", "b", "c", "d", "d", "new")]
 
 
-def test_an_old_entry_is_not_looked_up_again_when_another_is_removed():
+def test_removing_an_entry_does_not_read_old_ones_again():
     stand = Stand().open()
     stand.pass_time(1)
     stand.redis.fail("old", "1-0")
@@ -198,7 +198,7 @@ def test_a_large_registry_in_turmoil_is_not_walked_over_and_over():
     assert len(delivered(stand)) == 10
 
 
-def test_a_job_without_a_result_is_told_by_what_is_left_of_it_once():
+def test_a_job_without_a_result_is_reported_once_from_its_other_fields():
     stand = Stand().open()
     redis = stand.redis
     redis.records["a"] = RqJobRecord("a", exists=True, status="stopped", created_at="then", ended_at="at noon")
@@ -217,7 +217,7 @@ def test_a_job_without_a_result_is_told_by_what_is_left_of_it_once():
     assert delivered(stand)[2:] == [("b", "failed")]
 
 
-def test_a_doubtful_entry_with_nothing_new_is_not_told_again():
+def test_a_doubted_entry_without_news_is_not_reported_again():
     stand = Stand().open()
     stand.redis.fail("a", "1-0", score=-1)
     stand.redis.zsets["F"]["b"] = -1
@@ -328,7 +328,7 @@ def test_a_window_that_moved_while_it_was_read_makes_the_registry_be_gone_throug
     assert sorted(delivered(stand)) == there
 
 
-def test_a_failure_that_leaves_within_two_windows_of_a_long_walk_is_told():
+def test_a_short_lived_failure_during_a_long_walk_is_reported():
     """What was announced is looked at between two windows: it need not stay until the walk is through."""
     stand = Stand(page_size=2).open()
     for number in range(40):
@@ -350,7 +350,7 @@ def test_a_failure_that_leaves_within_two_windows_of_a_long_walk_is_told():
     assert ("brief", "failed") in delivered(stand)
 
 
-def test_a_job_that_fails_again_after_it_was_forgotten_is_told_by_its_new_failure_only():
+def test_a_forgotten_job_that_fails_again_reports_only_its_new_failure():
     stand = Stand().open()
     stand.redis.fail("a", "1000000000-0")
     stand.redis.announce("F")
@@ -369,7 +369,7 @@ def test_a_job_that_fails_again_after_it_was_forgotten_is_told_by_its_new_failur
     ]
 
 
-def test_a_record_that_breaks_our_reading_of_it_is_told_all_the_same():
+def test_an_unreadable_record_is_still_reported():
     stand = Stand().open()
     for name, key, kind in (("a", "F", "failed"), ("b", "C", "canceled")):
         stand.redis.fail("good", "7-0")
@@ -388,7 +388,7 @@ def test_a_record_that_breaks_our_reading_of_it_is_told_all_the_same():
 # ---- cancellations ---------------------------------------------------------------------------------------------------
 
 
-def test_a_job_canceled_put_back_and_canceled_again_is_told_again():
+def test_a_job_requeued_and_canceled_again_is_reported_again():
     stand = Stand().open()
     for second, enqueued in enumerate(("first", "second")):
         stand.redis.records["a"] = RqJobRecord(
@@ -414,7 +414,7 @@ def test_a_job_canceled_while_it_was_stuck_names_the_earlier_event():
     assert canceled["data"]["follows"] == stuck["id"]
 
 
-def test_a_canceled_job_whose_worker_died_is_told_as_lost():
+def test_a_canceled_job_whose_worker_died_is_reported_as_lost():
     stand = Stand().open()
     run(stand.redis, "a:x")
     stand.redis.records["a"] = replace(stand.redis.records["a"], status="canceled")
@@ -426,7 +426,7 @@ def test_a_canceled_job_whose_worker_died_is_told_as_lost():
     assert delivered(stand) == [("a", "canceled"), ("a", "lost")]
 
 
-def test_a_job_canceled_and_finished_before_anybody_looked_is_told_as_both():
+def test_a_job_canceled_and_finished_between_reads_is_reported_as_both():
     stand = Stand().open()
     run(stand.redis, "a:x")
     end(stand.redis, "a:x", "successful", "finished")
@@ -473,7 +473,7 @@ def test_a_job_that_fails_while_its_outcome_is_looked_up_is_not_taken_for_lost(m
 
 
 @pytest.mark.req("S4-11", "S4-25")
-def test_a_job_past_its_time_that_is_still_there_is_told_as_stuck_once():
+def test_a_job_past_its_time_is_reported_as_stuck_once():
     stand = Stand().open()
     run(stand.redis, "a:x")
     stand.redis.announce("W")
@@ -528,7 +528,7 @@ def test_heartbeats_move_the_lease_and_not_the_start():
     assert stand.redis.calls.count("zscore") < 10  # it is asked after once per lease, not once per heartbeat
 
 
-def test_a_lapsed_lease_is_told_as_lost_once_and_never_as_stuck():
+def test_an_expired_lease_is_reported_as_lost_once_and_never_as_stuck():
     stand = Stand().open()
     run(stand.redis, "a:x", lease=60)
     stand.redis.announce("W")
@@ -591,7 +591,7 @@ def test_a_started_registry_larger_than_a_window_is_read_to_its_end():
     assert len(stand.watcher.started["digits"].running) == 4
 
 
-def test_what_is_said_of_an_execution_is_forgotten_a_day_after_it_left():
+def test_reports_of_an_execution_are_forgotten_after_a_day():
     stand = Stand().open()
     run(stand.redis, "a:x", since=-200)
     stand.redis.announce("W")
@@ -617,7 +617,7 @@ def test_a_server_whose_clock_was_set_is_asked_for_it_before_anybody_is_called_l
     assert delivered(stand) == [("a", "lost")]
 
 
-def test_one_awaited_outcome_does_not_make_every_short_job_cost_a_look():
+def test_one_awaited_outcome_adds_no_read_for_other_jobs():
     stand = Stand().open()
     run(stand.redis, "a:x", since=-200)
     stand.redis.announce("W")
@@ -644,7 +644,7 @@ def stuck() -> Stand:
     return stand
 
 
-def test_an_awaited_outcome_is_listened_for_and_no_longer_once_it_is_told():
+def test_an_awaited_outcome_has_a_subscription_until_it_is_reported():
     stand = stuck()
     assert stand.link.channels == [channel(0, "X:a")]
     end(stand.redis, "a:x", "successful")
@@ -656,7 +656,7 @@ def test_an_awaited_outcome_is_listened_for_and_no_longer_once_it_is_told():
     assert len(delivered(stand)) == 2
 
 
-def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_same():
+def test_an_outcome_just_before_its_subscription_is_reported():
     stand = Stand().open()
     run(stand.redis, "a:x", since=-200)
 
@@ -671,7 +671,7 @@ def test_an_outcome_that_came_just_before_it_was_listened_for_is_told_all_the_sa
     assert delivered(stand) == [("a", "stuck"), ("a", "finished")]
 
 
-def test_a_heartbeat_of_an_awaited_job_is_no_reason_to_look():
+def test_a_heartbeat_of_an_awaited_job_causes_no_read():
     stand = stuck()
     before = stand.redis.calls.count("jobs")
     stand.redis.announce("X:a", "zadd")
@@ -689,7 +689,7 @@ def test_a_heartbeat_of_an_awaited_job_is_no_reason_to_look():
         (None, "scheduled", "retried"),
     ],
 )
-def test_however_an_awaited_job_ends_it_is_told(outcome, status, kind):
+def test_every_outcome_of_an_awaited_job_is_reported(outcome, status, kind):
     stand = stuck()
     end(stand.redis, "a:x", outcome, status)
     stand.pass_time(1)
@@ -724,7 +724,7 @@ def test_a_stuck_job_that_rq_gives_up_is_told_as_lost_with_the_earlier_event_nam
     assert lost["data"]["follows"] == earlier["id"]
 
 
-def test_an_outcome_that_came_while_nobody_watched_is_told_at_the_start():
+def test_an_outcome_from_before_the_start_is_reported():
     stand = stuck()
     stand.watcher.close()
     end(stand.redis, "a:x", "successful")
@@ -732,7 +732,7 @@ def test_an_outcome_that_came_while_nobody_watched_is_told_at_the_start():
     assert delivered(stand)[1:] == [("a", "finished")]
 
 
-def test_an_outcome_nobody_announced_is_found_by_the_sweep():
+def test_an_unannounced_outcome_is_found_by_the_sweep():
     stand = stuck()
     end(stand.redis, "a:x", "successful")
     stand.link.inbox.clear()
@@ -774,7 +774,7 @@ def test_a_lost_execution_that_rq_gave_up_is_awaited_for_a_day():
     assert delivered(stand) == [("a", "lost")]
 
 
-def test_what_an_earlier_release_awaited_is_awaited_on():
+def test_outcomes_awaited_by_an_earlier_release_are_still_awaited():
     stand = stuck()
     stand.watcher.close()
     with stand.database as database:
@@ -819,7 +819,7 @@ def test_a_silent_exchange_of_a_large_registry_for_one_of_the_same_size_is_found
     assert delivered(stand)[5:] == [("other", "failed")]
 
 
-def test_once_a_day_what_left_its_registry_a_day_ago_is_forgotten():
+def test_members_that_left_their_registry_a_day_ago_are_forgotten():
     stand = Stand().open()
     stand.redis.fail("a", "1-0")
     stand.redis.fail("b", "2-0")
@@ -855,7 +855,7 @@ def test_an_error_of_a_command_is_raised():
 
 
 @pytest.mark.req("S4-20")
-def test_a_subscription_confirmed_a_second_time_means_that_the_link_was_made_anew():
+def test_a_second_confirmation_means_that_the_client_reconnected():
     stand = Stand().open()
     stand.link.inbox.append(Message("subscribed", pattern(0, "F")))
     with pytest.raises(Unavailable, match="cut and reconnected"):
@@ -931,7 +931,7 @@ def test_a_subscription_asked_for_twice_may_be_confirmed_twice():
     assert ("a", "canceled") in delivered(stand)
 
 
-def test_run_ends_when_it_is_told_to_and_closes_what_it_opened():
+def test_run_ends_when_stopped_and_closes_its_connections():
     stand = Stand()
     stop = threading.Event()
     stand.redis.on_publish = stop.set
@@ -1006,7 +1006,7 @@ def test_settings_that_make_no_sense_are_refused(changes, match):
 
 
 @pytest.mark.req("S4-19")
-def test_what_a_walk_finds_does_not_explain_what_is_announced_while_it_goes_on():
+def test_entries_of_a_walk_do_not_explain_announcements_during_it():
     """The one it finds was announced before it began. A second one, announced meanwhile where the walk has been already,
     is looked for by another walk."""
     stand = Stand(page_size=4)
