@@ -206,7 +206,7 @@ def test_idle_workers_hide_none_that_works(tmp_path: Path):
             scene.change(database, f"INSERT INTO task_workers (name, {same}) {copy}", f"an-idle-one-{number}")
     stage = Stage(url)
     with TestClient(stage.app()) as client:
-        for path, count in (("/", 3), ("/queues", 6)):
+        for path, count in (("/", 2), ("/queues", 6)):
             chips = client.get(path).text.partition('<ul class="chips">')[2].partition("</section>")[0]
             shown = re.findall(r'/workers#([^"]+)"', chips)
             assert shown[:2] == ["worker-a", "an-idle-one-0"]
@@ -653,3 +653,24 @@ def test_style_sheet_and_scripts_may_be_kept_for_ever_because_their_names_change
     assert packed.content == plain.content
     assert client.get("/static/app.css").status_code == 404
     assert client.get("/static/..%2f__init__.py").status_code == 404
+
+
+def test_charts_number_the_changes_that_may_explain_them(tmp_path: Path):
+    url = f"sqlite:///{tmp_path}/headway.db"
+    scene.lively(url, items=300)
+    with Ledger.open(url) as ledger:
+        ledger.note("queue.set", "", {"setting": "timeout", "value": "5"}, actor="ana")
+    stage = Stage(url)
+    client = client_of(stage)
+    for path, there, absent in (
+        ("/", ("timeout set to 5 by ana",), ()),
+        (f"/jobs/{INVOICES}", ("timeout set to 5 by ana", "run 1 died"), ("queue low paused",)),
+        ("/queues/low", ("timeout set to 5 by ana", "queue low paused"), ("run 1 died",)),
+        ("/queues/high", ("timeout set to 5 by ana",), ("queue low paused",)),
+    ):
+        text = client.get(path).text
+        listed = re.findall(r'<ol class="marks">(.*?)</ol>', text)[0]
+        assert [one for one in there if one not in listed] == []
+        assert [one for one in absent if one in listed] == []
+        assert text.count('class="mk"') == listed.count("<b>")
+    stage.site.close()

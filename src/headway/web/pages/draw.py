@@ -135,11 +135,12 @@ def chart(
     start: int,
     step: int,
     height: int = 168,
+    marks: Sequence[datetime] = (),
 ) -> Markup:
     """Draw counts over time; the class ``sa`` fills the area below a line.
 
     ``ticks`` are (percent, text) of the time axis. ``start`` is the first point, in minutes since the epoch, and ``step``
-    the minutes between points.
+    the minutes between points. ``marks`` are numbered from 1.
     """
     named = [Line(*line) for line in lines]
     most = _nice(max([1, *(value for line in named for value in line.values)]))
@@ -161,6 +162,8 @@ def chart(
         f'<svg class="b" y="7" width="100%" height="{inner + 2}" viewBox="0 0 1000 {inner + 2}" '
         f'preserveAspectRatio="none">{paths}</svg>'
     )
+    last = max(len(line.values) for line in named) - 1
+    drawn += _numbered(Span(start * 60, (start + step * last) * 60), marks, 9, base)
     data = {
         "t": start * 60,
         "s": step * 60,
@@ -168,6 +171,20 @@ def chart(
         "v": [_sparse(line.values) for line in named],
     }
     return _svg(drawn, cls="ch", height=height, label=label, data=data, count=max(len(line.values) for line in named))
+
+
+def _numbered(span: Span, marks: Sequence[datetime], top: float, base: float) -> str:
+    """Draw a line with a number at each mark. Numbers of close marks stand below each other."""
+    drawn, last, low = "", -math.inf, 0
+    for no, mark in enumerate(marks, 1):
+        x = span.at(mark)
+        low = low + 1 if x - last < 2.5 else 0
+        last = x
+        drawn += (
+            f'<line class="mk" x1="{_n(x)}%" x2="{_n(x)}%" y1="{top}" y2="{base}"/>'
+            f'<text class="tx in {"te" if x > 97 else ""}" x="{_n(x)}%" dx="3" y="{top + 9 + 12 * (low % 8)}">{no}</text>'
+        )
+    return drawn
 
 
 def _sparse(values: Sequence[int]) -> object:
@@ -333,6 +350,8 @@ class Timeline(NamedTuple):
     forecast: Forecast | None
     per: str
     label: str
+    #: Times of the numbered marks.
+    marks: Sequence[datetime] = ()
 
     def draw(self) -> Markup:
         """Draw the timeline."""
@@ -342,6 +361,7 @@ class Timeline(NamedTuple):
             '<path class="gr" d="M0 0v6"/></pattern></defs>'
         )
         drawn += self._gaps() + self._columns(most) + _grid(most, self.per, _BOTTOM, _BASE, (0.5, 1))
+        drawn += _numbered(self.span, self.marks, _TOP, _BOTTOM)
         drawn += self._forecast() + f'<line class="gr" x1="0" x2="100%" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
         if self.now is not None:
             here = self.span.at(self.now)

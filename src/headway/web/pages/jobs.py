@@ -18,6 +18,7 @@ from headway.core.text import duration, plural, roughly
 from headway.errors import InvalidInput
 from headway.ledger.control import Control
 from headway.ledger.values import note_of
+from headway.views.history import read_marks
 from headway.views.jobs.items import Items, ItemSheet, read_item, read_items
 from headway.views.jobs.job import Cause, JobSheet, Run, cause_view
 from headway.views.jobs.listing import Job, find_job, job_view
@@ -26,6 +27,7 @@ from headway.views.jobs.series import Series
 from headway.views.overview import JobLine, JobPage, Times, count_jobs, read_death_times, read_job_detail, read_job_page
 from headway.views.reading import Reader
 from headway.web.pages import draw
+from headway.web.pages.marks import ChartMarks, marks_for
 from headway.web.pages.render import Pages, num
 
 STATES = ("pending", "processing", "retrying", "done", "dead")
@@ -47,6 +49,7 @@ class Found(NamedTuple):
     #: The requests to the current run (pause, stop, scale); None without a run that can be controlled.
     asked: Control | None
     times: Times | None
+    marks: ChartMarks
 
 
 def read_job(reader: Reader, id: str) -> Found:
@@ -59,6 +62,7 @@ def read_job(reader: Reader, id: str) -> Found:
     return Found(
         now, sheet, line, series, read_map(job, since=runs[-1].started_at.timestamp() if runs else None),
         job.asked(runs[-1].no) if controlled else None, read_death_times(reader.database, causes),
+        marks_for(read_marks(reader.database, series.points[0].minute * 60.0).marks, job=id),
     )  # fmt: skip
 
 
@@ -92,6 +96,7 @@ def job_timeline(found: Found) -> Markup | None:
         draw.Span(start - pad, end + pad), _columns(series, start, last, now), gaps, sorted(events), now=now,
         forecast=forecast, per="per min" if series.step == 1 else f"per {series.step} min",
         label=f"{plural(len(runs), 'run')}: {num(series.done)} items done, {num(series.failed)} attempts failed",
+        marks=[at for at in found.marks.times if at.timestamp() <= end],
     ).draw()  # fmt: skip
 
 
@@ -249,7 +254,7 @@ async def job(pages: Pages, request: Request) -> Response:
         request, "job.html", now=found.now, refresh=10, line=found.line, sheet=found.sheet, series=found.series, map=map,
         pictures=pictures, asked=found.asked, timeline=job_timeline(found), story=story(found.sheet.runs),
         sentence=map_sentence(map) if map else None, rows=map_rows(map) if map else [], data=map_data(map) if map else "",
-        times=found.times, last=found.sheet.runs[-1] if found.sheet.runs else None,
+        times=found.times, marks=found.marks, last=found.sheet.runs[-1] if found.sheet.runs else None,
         causes=[cause._replace(job=found.line.job.id) for cause in found.sheet.causes if cause.dead],
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from headway.core.text import plural
 from headway.errors import HeadwayError
 from headway.ledger.control import Control
+from headway.views.history import read_marks
 from headway.views.jobs.job import Cause
 from headway.views.jobs.listing import Job
 from headway.views.jobs.series import RANGES, Series, read_queue_series, read_series
@@ -40,6 +41,7 @@ from headway.views.shape import Absent
 from headway.views.system.alerts import AlertView
 from headway.web.pages import draw
 from headway.web.pages.jobs import item_path
+from headway.web.pages.marks import ChartMarks, marks_for
 from headway.web.pages.render import Pages, num, when
 
 #: A cause is new if it was first seen within this time.
@@ -128,6 +130,7 @@ class Now(Standing):
     times: Times | None
     task_causes: tuple[TaskCause, ...]
     alerts: tuple[AlertView, ...]
+    marks: ChartMarks
     #: Requests to runs (pause, stop, scale) by job.
     asked: dict[str, Control]
 
@@ -138,6 +141,7 @@ def read_now(reader: Reader, range: str) -> Now:
     causes = read_causes(database, limit=None)
     running = read_job_page(database, running=True, limit=RUNNING)
     others = [line for line in read_job_page(database, limit=8).lines if not line.job.holder]
+    series = read_series(database, range)
     return Now(
         at=datetime.fromtimestamp(database.now(), UTC),
         queues=reader.queues().queues,
@@ -145,13 +149,14 @@ def read_now(reader: Reader, range: str) -> Now:
         workers=reader.workers().workers,
         lines=(*running.lines, *others),
         more=running.more,
-        series=read_series(database, range),
+        series=series,
         hour=read_series(database, "1h"),
         rate=read_rate(database),
         causes=causes,
         times=read_death_times(database, causes[:5]),
         task_causes=read_task_causes(database, limit=1000),
         alerts=reader.alerts(history=0).alerts,
+        marks=marks_for(read_marks(database, series.points[0].minute * 60.0).marks, most=4),
         asked=read_controls(database, [line.job.id for line in running.lines]),
     )
 

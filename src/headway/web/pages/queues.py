@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headway.core.text import plural, roughly
 from headway.errors import HeadwayError, NotFound
 from headway.queue.task import PRIORITIES, Status
+from headway.views.history import read_marks
 from headway.views.jobs.series import RANGES, read_queue_series
 from headway.views.overview import TaskCause, count_failed_tasks, read_failed_ids, read_task_causes
 from headway.views.queue import QueueView, Tasks, TaskSheet, TaskView, WorkerView
@@ -20,6 +21,7 @@ from headway.views.reading import Reader
 from headway.views.system.performance import QueueTimes, Times, read_queue_times, read_waiting
 from headway.web.pages import draw
 from headway.web.pages.jobs import frames, whole
+from headway.web.pages.marks import ChartMarks, marks_for
 from headway.web.pages.overview import Standing, ticks
 from headway.web.pages.render import Pages
 
@@ -88,19 +90,22 @@ async def queue(pages: Pages, request: Request) -> Response:
     range = request.query_params.get("range", "1h")
     range = range if range in RANGES else "1h"
 
-    def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks, dict[str, QueueTimes]]:
+    def look(reader: Reader) -> tuple[Standing, Standing, Tasks, Tasks, dict[str, QueueTimes], ChartMarks]:
+        past = read_standing(reader, range)
+        since = past.flows[name][0].points[0].minute * 60.0
         return (
-            read_standing(reader), read_standing(reader, range), reader.tasks(queue=name, status="RUNNING", limit=20),
+            read_standing(reader), past, reader.tasks(queue=name, status="RUNNING", limit=20),
             reader.oldest_tasks(name, limit=20), read_queue_times(reader.database, range),
+            marks_for(read_marks(reader.database, since).marks, queue=name),
         )  # fmt: skip
 
-    found, past, running, waiting, times = await pages.site.view(look, pages.site.reader)
+    found, past, running, waiting, times, marks = await pages.site.view(look, pages.site.reader)
     one = next(each for each in found.queues if each.queue == name)
     series, came = past.flows[name]
     return pages.answer(
         request, "queue.html", now=found.at, refresh=10, queue=one, look=found.outlooks[name], series=series, came=came,
         ticks=ticks(series), running=running.tasks, waiting=waiting.tasks, range=range, ranges=tuple(RANGES),
-        times=times.get(name), serving=[worker for worker in found.alive if name in worker.queues],
+        times=times.get(name), marks=marks, serving=[worker for worker in found.alive if name in worker.queues],
     )  # fmt: skip
 
 
