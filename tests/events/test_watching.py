@@ -72,7 +72,7 @@ def test_without_a_database_sinks_get_no_events_and_that_is_logged(
     settings = ENVIRONMENT | {"HEADWAY_SINKS": "log:", "RQ_WATCHER_STORE": "redis", "REDIS_URL": redis_server.url(0)}
     assert main(settings, replace(ports(redis), hashes=connect_redis), shutdown) == 0
     assert len(redis.published) == 1
-    assert "sinks are not told" in capfd.readouterr().err
+    assert "sinks receive no events" in capfd.readouterr().err
     assert not (tmp_path / "headway.db").exists()
 
 

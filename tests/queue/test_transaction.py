@@ -238,7 +238,7 @@ def test_a_postgresql_connection_that_commits_by_itself_or_has_failed_is_refused
     with psycopg.connect(url) as connection:
         with pytest.raises(psycopg.Error):
             connection.execute("SELECT nonsense")
-        with pytest.raises(InvalidInput, match="failed already"):
+        with pytest.raises(InvalidInput, match="already failed"):
             queue.submit("caption", connection=connection)
     with pytest.raises(InvalidInput, match="closed"):
         queue.submit("caption", connection=connection)
