@@ -278,7 +278,7 @@ def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
         headway.map(lambda item: item, [1], job="ads", fleet=True)
     with pytest.raises(InvalidInput, match="need fleet=True"):
         headway.map(len, ["a"], job="ads", slots=2)
-    with pytest.raises(InvalidInput, match="begins with .headway"):
+    with pytest.raises(InvalidInput, match="which is reserved"):
         TaskQueue().handler("headway.slot")(lambda task, payload: None)
     assert ledger.jobs() == []
     monkeypatch.setenv("HEADWAY_DATABASE", f"sqlite:///{place}/x.db")

@@ -788,8 +788,8 @@ def test_an_unknown_job_without_items_is_not_found_and_no_file_is_made(tmp_path:
 
 def test_the_public_names_are_these():
     assert sorted(headway.__all__) == [
-        "FinishLine", "GiveUp", "HeadwayError", "Ledger", "ProgressManager", "Result", "RetryLater", "__version__", "amap", "map",
-        "open_job", "retry_after", "track",
+        "FinishLine", "GiveUp", "HeadwayError", "Ledger", "ProgressManager", "Result", "RetryLater", "__version__", "amap",
+        "map", "open_job", "retry_after", "track",
     ]  # fmt: skip
     for name in headway.__all__:
         assert getattr(headway, name) is not None

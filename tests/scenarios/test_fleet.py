@@ -180,7 +180,7 @@ def test_a_fleet_survives_a_dead_machine_restarts_a_deployment_and_its_operator(
     studio.deploy_version_2(first)
     studio.start_workers(first)
     again = studio.laptop.start("again", FILMS)
-    eventually(lambda: f"on {second} does not" in studio.operate("headway show films"), PATIENCE)
+    eventually(lambda: f"on {second} refused" in studio.operate("headway show films"), PATIENCE)
     studio.deploy_version_2(second)
     studio.start_workers(second, victim)
 
