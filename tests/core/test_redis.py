@@ -101,7 +101,7 @@ def test_no_part_of_a_password_is_ever_shown(password: str, caplog: pytest.LogCa
         f"redis://u:{password}@127.0.0.1:1/0",
         f"redis://{password}@h:x/1",
     ):
-        said += [_redis.place(url), str(_redis.translate(redis.exceptions.ConnectionError("refused"), url))]
+        said += [_redis.shown_address(url), str(_redis.translate(redis.exceptions.ConnectionError("refused"), url))]
         try:
             _redis.connect(url, role="state").ping()
         except InvalidInput as error:

@@ -14,8 +14,8 @@ A server is standalone, or a master behind Sentinel that its address follows. Re
 from headway._redis.address import DATABASES as DATABASES
 from headway._redis.address import Role as Role
 from headway._redis.address import database_of as database_of
-from headway._redis.address import place as place
 from headway._redis.address import read_address as read_address
+from headway._redis.address import shown_address as shown_address
 from headway._redis.clients import TIMEOUT as TIMEOUT
 from headway._redis.clients import client_address as client_address
 from headway._redis.clients import connect as connect

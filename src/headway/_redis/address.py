@@ -65,13 +65,13 @@ def database_of(url: str, role: Role) -> int:
     number = int(text) if text else DATABASES[role]
     if role == "state" and number == 0:
         raise InvalidInput(
-            f"{place(url)!r} is database 0, which is for caches. State needs another database.",
+            f"{shown_address(url)!r} is database 0, which is for caches. State needs another database.",
             hint="Use database 1: redis://host:6379/1",
         )
     return number
 
 
-def place(where: str) -> str:
+def shown_address(where: str) -> str:
     """Return an address to show: scheme, host, port and database, without user, password and options."""
     if "://" not in where:
         return redact(where)

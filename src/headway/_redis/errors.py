@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from headway._redis.address import place
+from headway._redis.address import shown_address
 from headway.errors import HeadwayError, MissingExtra, StorageError, StoreFull, Unavailable
 from headway.telemetry import redact
 
@@ -65,7 +65,7 @@ def translate(error: BaseException, where: str) -> HeadwayError:
 
     # redis-py quotes a pipeline's command with all its arguments, which may be secret.
     text = _COMMAND.sub("", str(error))
-    server, why = place(where), redact(text) or type(error).__name__
+    server, why = shown_address(where), redact(text) or type(error).__name__
     if is_transient(error):
         return Unavailable(
             f"Redis at {server} cannot be reached: {why}",

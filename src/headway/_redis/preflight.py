@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway._redis.address import Role, place
+from headway._redis.address import Role, shown_address
 from headway._redis.errors import failures
 from headway.errors import Refused
 from headway.telemetry import Log
@@ -56,7 +56,7 @@ def preflight(
     missing persistence is no risk.
     """
     found = facts(client)
-    server = place(where)
+    server = shown_address(where)
     if found.version < (6, 2):
         version = ".".join(map(str, found.version))
         raise Refused(f"Redis at {server} is version {version}.", hint="Use 6.2 or newer.")
@@ -109,6 +109,6 @@ class EvictionWatch:
             before, self._alerted = self._alerted, evicts
             if evicts and not before:
                 self._alert(
-                    f"Redis at {place(self._where)} has begun to delete keys when memory is short (maxmemory-policy "
+                    f"Redis at {shown_address(self._where)} has begun to delete keys when memory is short (maxmemory-policy "
                     f"{policy}). State may be lost."
                 )

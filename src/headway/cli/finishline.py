@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.finishline import Answer, FinishLine
 
 
-def place_options(function: F) -> F:
+def store_options(function: F) -> F:
     """Add ``--projects-redis`` and ``--database`` to a command."""
     database = click.option(
         "--database", "-d", metavar="URL", help="Database with the projects.  [default: none, unless set]"
@@ -55,7 +55,7 @@ def open_line(projects_redis: str | None, database: str | None, *, journal: bool
 @click.option("--watch", "-w", is_flag=True, help="Follow it until the project is DONE or FAILED.")
 @click.option("--every", metavar="SECONDS", type=Number(0.05, 86_400), default=2.0, show_default=True)
 @json_option
-@place_options
+@store_options
 def progress(
     project_id: str, *, watch: bool, every: float, as_json: bool, projects_redis: str | None, database: str | None
 ) -> int:
@@ -146,7 +146,7 @@ def project() -> None:
 @click.argument("project_id")
 @click.option("--total", type=Whole(), default=0, help="Number of items, if known.")
 @click.option("--journal", is_flag=True, help="Store every count in the database, so that nothing is lost with Redis.")
-@place_options
+@store_options
 def create(project_id: str, *, total: int, journal: bool, projects_redis: str | None, database: str | None) -> None:
     """Create a project. An existing one is not changed."""
     with open_line(projects_redis, database, journal=journal) as line:
@@ -159,7 +159,7 @@ def create(project_id: str, *, total: int, journal: bool, projects_redis: str | 
 @project.command()
 @click.argument("project_id")
 @click.argument("total", type=Whole())
-@place_options
+@store_options
 def total(project_id: str, total: int, *, projects_redis: str | None, database: str | None) -> None:
     """Set the number of items."""
     with open_line(projects_redis, database) as line:
@@ -169,7 +169,7 @@ def total(project_id: str, total: int, *, projects_redis: str | None, database: 
 @project.command()
 @click.argument("project_id")
 @click.argument("status", metavar="INITIALIZING|CRAWLING|PROCESSING|FAILED")
-@place_options
+@store_options
 def status(project_id: str, status: str, *, projects_redis: str | None, database: str | None) -> None:
     """Set the status. A project that is CRAWLING or FAILED cannot complete."""
     with open_line(projects_redis, database) as line:
@@ -179,7 +179,7 @@ def status(project_id: str, status: str, *, projects_redis: str | None, database
 @project.command("finish-crawl")
 @click.argument("project_id")
 @click.option("--total", type=Whole(), help="Number of items, if it is not set yet.")
-@place_options
+@store_options
 def finish_crawl(project_id: str, *, total: int | None, projects_redis: str | None, database: str | None) -> None:
     """Declare that all items are known. The project completes when all are counted."""
     with open_line(projects_redis, database) as line:
@@ -189,7 +189,7 @@ def finish_crawl(project_id: str, *, total: int | None, projects_redis: str | No
 @project.command()
 @click.argument("project_id")
 @yes_option
-@place_options
+@store_options
 def delete(project_id: str, *, yes: bool, projects_redis: str | None, database: str | None) -> int:
     """Delete a project and its counts."""
     with open_line(projects_redis, database) as line:

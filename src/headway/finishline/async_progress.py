@@ -109,7 +109,8 @@ class AsyncProgress:
             if not self._breaker.allow():
                 away = self._breaker.open_for or 0.0
                 raise Unavailable(
-                    f"Redis at {_redis.place(self._url)} has been unreachable for {away:.0f} s. The progress is unknown.",
+                    f"Redis at {_redis.shown_address(self._url)} has been unreachable for {away:.0f} s. "
+                    "The progress is unknown.",
                     hint="Headway tries again every second. The counts are not lost.",
                 )
             replies = await self._read(list(asked))

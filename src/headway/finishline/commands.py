@@ -136,7 +136,7 @@ class Commands:
             self._many_events = many
             if many and not before:
                 self._server.alert(
-                    f"{waiting:,} events wait in Redis at {_redis.place(self._server.url)}: no relay delivers them",
+                    f"{waiting:,} events wait in Redis at {_redis.shown_address(self._server.url)}: no relay delivers them",
                     operation="events", count=waiting,
                 )  # fmt: skip
         except Exception as error:  # noqa: BLE001  # the caller must learn of the completion whatever happens here

@@ -128,7 +128,7 @@ class StateServer:
         """Run ``work`` once, or raise `Unavailable` at once while the circuit is open."""
         if self._away and not self._breaker.allow():
             raise Unavailable(
-                f"Redis at {_redis.place(self.url)} has been unreachable for {self._breaker.open_for or 0.0:.0f} s. "
+                f"Redis at {_redis.shown_address(self.url)} has been unreachable for {self._breaker.open_for or 0.0:.0f} s. "
                 "The progress is unknown.",
                 hint="Headway tries again every second. The counts are not lost.",
             )
@@ -216,7 +216,7 @@ class StateServer:
         if lasted >= EXTENDED and not self._alerted:
             self._alerted = True
             self.alert(
-                f"Redis at {_redis.place(self.url)} has been unreachable for {lasted:.0f} s: progress is not tracked",
+                f"Redis at {_redis.shown_address(self.url)} has been unreachable for {lasted:.0f} s: progress is not tracked",
                 operation="outage", seconds=round(lasted, 1), error=redact(str(error)),
             )  # fmt: skip
 

@@ -122,9 +122,9 @@ def read_states(
 def _first_page(found: list[states.State], limit: int) -> list[states.State]:
     """Return the first states: at most ``limit``, and none that begins beyond `PAGE_BYTES`."""
     size = 0
-    for place, state in enumerate(found[:limit]):
+    for index, state in enumerate(found[:limit]):
         if size > PAGE_BYTES:
-            return found[:place]
+            return found[:index]
         size += len(state.message) + len(json.dumps(plain(state.payload)))
     return found[:limit]
 

@@ -80,10 +80,10 @@ def relay(
         return _show(config, as_json=as_json)
     sinks = configured_sinks(config)
     if poison or forget:
-        with _outboxes(config, create=False) as places:
+        with _outboxes(config, create=False) as outboxes:
             if forget:
-                return _forget(places, forget, sinks, yes=yes)
-            return _poison(places, str(poison), sink, event, yes=yes, as_json=as_json)
+                return _forget(outboxes, forget, sinks, yes=yes)
+            return _poison(outboxes, str(poison), sink, event, yes=yes, as_json=as_json)
     if not sinks:
         raise UsageError(
             "No sink is configured, so there is nobody to tell.",
@@ -96,8 +96,8 @@ def _serve(config: Config, sinks: list[Sink], once: float | None) -> int:
     from headway.core.lifecycle import Shutdown, on_signals
     from headway.events import Relay
 
-    with on_signals(Shutdown()) as shutdown, _outboxes(config, create=True) as places:
-        relay = Relay([place.reached() for place in places], sinks)
+    with on_signals(Shutdown()) as shutdown, _outboxes(config, create=True) as outboxes:
+        relay = Relay([one.reached() for one in outboxes], sinks)
         if once is None:
             say(f"Delivering to {', '.join(sink.name for sink in sinks)}. Ctrl-C ends it.")
             relay.run(shutdown.stop)
@@ -110,7 +110,7 @@ def _serve(config: Config, sinks: list[Sink], once: float | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ConfiguredOutbox:
     """A configured outbox: open, or the error of opening it."""
 
     name: str
@@ -126,7 +126,7 @@ class Place:
 
 
 @contextmanager
-def _outboxes(config: Config, *, create: bool) -> Iterator[list[Place]]:
+def _outboxes(config: Config, *, create: bool) -> Iterator[list[ConfiguredOutbox]]:
     from headway import _redis
     from headway._sql import connect
     from headway.cli.finishline import open_line
@@ -134,25 +134,25 @@ def _outboxes(config: Config, *, create: bool) -> Iterator[list[Place]]:
     from headway.telemetry import redact
 
     with ExitStack() as stack:
-        places = []
+        outboxes = []
         address = redact(config.text("database"))
         try:
             database = stack.enter_context(connect(config.text("database"), create=create))
-            places.append(Place("database", address, SqlOutbox(database)))
+            outboxes.append(ConfiguredOutbox("database", address, SqlOutbox(database)))
         except HeadwayError as error:
-            places.append(Place("database", address, None, error))
+            outboxes.append(ConfiguredOutbox("database", address, None, error))
         if config.is_set("projects_redis"):
             address = redact(config.text("projects_redis"))
             try:
                 if create:  # a relay also records in SQL that a project's completion was delivered
                     line = stack.enter_context(open_line(config.text("projects_redis"), _recorded(config)))
-                    places.append(Place("redis", address, line.outbox()))
+                    outboxes.append(ConfiguredOutbox("redis", address, line.outbox()))
                 else:
                     client = stack.enter_context(_redis.connect(config.text("projects_redis"), role="state"))
-                    places.append(Place("redis", address, RedisOutbox(client)))
+                    outboxes.append(ConfiguredOutbox("redis", address, RedisOutbox(client)))
             except HeadwayError as error:
-                places.append(Place("redis", address, None, error))
-        yield places
+                outboxes.append(ConfiguredOutbox("redis", address, None, error))
+        yield outboxes
 
 
 def _recorded(config: Config) -> str | None:
@@ -200,13 +200,15 @@ def _put_status(found: RelayStatus) -> None:
 # Changing
 
 
-def _poison(places: list[Place], action: str, sink: str | None, event: str | None, *, yes: bool, as_json: bool) -> int:
+def _poison(
+    outboxes: list[ConfiguredOutbox], action: str, sink: str | None, event: str | None, *, yes: bool, as_json: bool
+) -> int:
     found: list[tuple[Outbox, str, Refused]] = []
-    for place in places:
-        if isinstance(place.error, NotFound):
+    for configured in outboxes:
+        if isinstance(configured.error, NotFound):
             continue
-        outbox = place.reached()
-        found += [(outbox, place.name, one) for one in outbox.refused(sink) if event in (None, one.id, one.handle)]
+        outbox = configured.reached()
+        found += [(outbox, configured.name, one) for one in outbox.refused(sink) if event in (None, one.id, one.handle)]
     if action == "list":
         _put_refused([(name, one) for _, name, one in found], as_json=as_json)
         return 0
@@ -236,11 +238,11 @@ def _put_refused(found: list[tuple[str, Refused]], *, as_json: bool) -> None:
         say("Nothing is put aside.")
 
 
-def _forget(places: list[Place], name: str, sinks: list[Sink], *, yes: bool) -> int:
+def _forget(outboxes: list[ConfiguredOutbox], name: str, sinks: list[Sink], *, yes: bool) -> int:
     if name in [sink.name for sink in sinks]:
         raise UsageError(f"{name} is configured.", hint="Take it out of the settings first, or it begins anew.")
     confirm(f"Forget the sink {name} and what waits for it?", yes=yes)
-    known = [place.reached().forget(name) for place in places if not isinstance(place.error, NotFound)]
+    known = [one.reached().forget(name) for one in outboxes if not isinstance(one.error, NotFound)]
     if not any(known):
         raise NotFound(f"There is no sink {name!r}.", hint="See them all: headway relay --status")
     put(f"{name} is forgotten.")

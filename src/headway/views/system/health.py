@@ -116,7 +116,9 @@ def _redis_server(config: Config) -> Iterator[Finding]:
         yield Finding("redis", "fail", str(error), error.hint)
     else:
         version = ".".join(map(str, found.version))
-        yield Finding("redis", "ok", f"{_redis.place(address)}, version {version}, deletes no keys for lack of memory")
+        yield Finding(
+            "redis", "ok", f"{_redis.shown_address(address)}, version {version}, deletes no keys for lack of memory"
+        )
 
 
 def _unserved(store: Database) -> Iterator[Finding]:

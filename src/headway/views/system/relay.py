@@ -49,7 +49,7 @@ class RefusedEvent(NamedTuple):
 
     outbox: Annotated[str, "database or redis"]
     sink: Annotated[str, "who refused it"]
-    event: Annotated[str, "the event's id, or the place of an entry that is no event"]
+    event: Annotated[str, "the event's id, or the number of an entry that is not an event"]
     type: Annotated[str, "the event's type"]
     job: Annotated[str, "the job it is about"]
     reason: Annotated[str, "why it was refused"]
@@ -74,15 +74,15 @@ def read_relay(config: Config) -> RelayStatus:
     from headway.events import configured_sinks
 
     configured = [sink.name for sink in configured_sinks(config)]
-    places = [("database", config.text("database"), _sql_backlog)]
+    outboxes = [("database", config.text("database"), _sql_backlog)]
     if config.is_set("projects_redis"):
-        places.append(("redis", config.text("projects_redis"), _redis_backlog))
+        outboxes.append(("redis", config.text("projects_redis"), _redis_backlog))
     found = []
-    for name, address, look in places:
+    for name, address, read in outboxes:
         error: HeadwayError | None = None
         rows: list[Backlog] = []
         try:
-            rows = look(address)
+            rows = read(address)
         except NotFound:
             pass  # without a database there are no events
         except HeadwayError as trouble:
