@@ -1,10 +1,12 @@
-"""Check README.md, CONTRIBUTING.md, SECURITY.md and docs/: links, examples, mentions, lists, generated pages.
+"""Check the pages of the project, of docs/ and of examples/: links, examples, mentions, lists, generated pages.
 
 - A link leads to a file that is there.
 - Every block of Python or shell runs. ```python run is a script in an empty directory and has to exit 0. So is ```sh run,
   with this environment's headway command; it ends at the first command that fails. ```sh run postgres redis gets real
   servers: POSTGRES and REDIS, the addresses that pages show, are replaced by theirs. ```sh tests/x.py says which test runs
   the block instead.
+- On the page of an example such a block runs in a copy of the example's directory. Its other commands are run by
+  tests/scenarios, and are only parsed here.
 - Blocks of JSON, TOML and YAML parse.
 - A paragraph has at most 90 words, and of all sentences less than 5 % have more than 30.
 - What the pages for contributors mention in `code` exists: paths, modules and names of headway, verbs of make.
@@ -21,6 +23,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +88,10 @@ def pages() -> list[Path]:
     return [*(page for page in tops if page.exists()), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def example_pages() -> list[Path]:
+    return sorted((ROOT / "examples").glob("*/README.md"))
+
+
 def house_pages() -> list[Path]:
     """What contributors read: full of names that others change."""
     tops = ("CONTRIBUTING.md", "SECURITY.md", "architecture.md")
@@ -144,7 +151,10 @@ def wrong_block(page: Path, info: str, code: str) -> str:
         return "" if language in OTHERS else f"nothing runs a block fenced as '{info}'"
     word, *services = how.split() or [""]
     if word == "run" and SERVICES.keys() >= set(services):
-        return f"the example fails\n{error}" if (error := run(code, RUNNERS[language], services)) else ""
+        files = page.parent if page in example_pages() else None
+        return f"the example fails\n{error}" if (error := run(code, RUNNERS[language], services, files)) else ""
+    if not word and page in example_pages():
+        return ""
     test = ROOT / word
     if not services and word.startswith("tests/") and test.exists() and page.name in test.read_text("utf-8"):
         return ""
@@ -159,6 +169,7 @@ def commands(code: str) -> Iterator[list[str]]:
         "kubectl exec deploy/headway-worker -- headway ",
     ):
         code = code.replace(start, "headway ")
+    code = re.sub(r'"?\$\{?\w+(:-\w+)?\}?"?', "1", code)  # a variable of the shell, of any type
     for line in re.sub(r"\\\n\s*", " ", code).splitlines():
         if line.startswith("headway ") and not line.startswith("headway --"):
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
@@ -179,20 +190,24 @@ def parse_command(words: list[str]) -> dict[str, object]:
     return command.make_context(command.name, words, parent=context).params
 
 
-def run(code: str, runner: Sequence[str] = (sys.executable,), services: Iterable[str] = ()) -> str:
-    """Run the code in an empty directory and return its output if it failed, else an empty text."""
+def run(
+    code: str, runner: Sequence[str] = (sys.executable,), services: Iterable[str] = (), files: Path | None = None
+) -> str:
+    """Run the code in an empty directory, or in a copy of ``files``. Return its output if it failed, else an empty text."""
     with SERVERS if services else contextlib.nullcontext():
         for service in services:
             address, start = SERVICES[service]
             code = code.replace(address, start())
-        return run_alone(code, runner)
+        return run_alone(code, runner, files)
 
 
-def run_alone(code: str, runner: Sequence[str]) -> str:
+def run_alone(code: str, runner: Sequence[str], files: Path | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     with tempfile.TemporaryDirectory() as directory:
-        script = Path(directory, "example.py")
+        if files is not None:
+            shutil.copytree(files, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".work", "__pycache__"))
+        script = Path(directory, "_block_of_the_page.py")
         script.write_text(code, "utf-8")
         process = subprocess.Popen(
             [*runner, script.name],
@@ -434,10 +449,10 @@ def main() -> int:
     problems = [*stale_reference(), *list_of_everything()]
     for page in house_pages():
         problems += broken_mentions(page)
-    for page in pages():
+    for page in [*pages(), *example_pages()]:
         problems += broken_links(page)
     with ThreadPoolExecutor(3) as threads:
-        for found in threads.map(lambda page: list(wrong_blocks(page)), pages()):
+        for found in threads.map(lambda page: list(wrong_blocks(page)), [*pages(), *example_pages()]):
             problems += found
     for page in written_pages():
         problems += heavy_prose(page)

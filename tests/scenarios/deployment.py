@@ -142,7 +142,7 @@ def documented_commands(readme: Path) -> set[str]:
     """Return the commands in the fenced blocks of a page; a line that ends in a backslash goes on in the next."""
     commands = set()
     for block in re.findall(
-        r"^```(?:console|sh|shell|bash)?\n(.*?)^```", readme.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        r"^```(?:console|sh|shell|bash)?(?: run[^\n]*)?\n(.*?)^```", readme.read_text("utf-8"), re.MULTILINE | re.DOTALL
     ):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             commands.add(line.removeprefix("$ ").removesuffix("&").strip())

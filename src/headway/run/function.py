@@ -85,7 +85,7 @@ def check(function: object, name: str, arguments: int = 1) -> Callable[..., Any]
     try:
         inspect.signature(function).bind(*[object()] * arguments)
     except TypeError as error:
-        what, how = "one item", "It must take one argument."
+        what, how = "one item", "It must take one argument, or two with setup=."
         if arguments == 2:
             what, how = "an item and the value of its set-up", "With setup= it must take two arguments."
         raise InvalidInput(f"{name} cannot be called with {what}: {error}.", hint=how) from error
