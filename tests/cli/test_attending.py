@@ -47,7 +47,7 @@ def test_limits_that_change_in_the_file_are_seen_by_everybody_who_follows_it(tmp
         assert config.reload_if_changed() != {}
 
 
-def test_a_wrong_sink_is_said_before_the_work_begins(tmp_path: Path):
+def test_an_invalid_sink_is_reported_before_the_work_begins(tmp_path: Path):
     url = f"sqlite:///{tmp_path}/headway.db"
     config = Config(cli={"database": url}, environment={"HEADWAY_SINKS": "nowhere:x"}, directory=tmp_path)
     with connect(url) as store, pytest.raises(InvalidInput, match="nowhere"), attending(config, store):

@@ -113,7 +113,7 @@ def test_the_options_that_take_a_number_are_found():
 
 
 @pytest.mark.parametrize(("path", "option"), numbers())
-def test_what_is_no_number_or_one_beyond_reason_is_refused_by_every_option(cli: Cli, ads: Path, path: str, option: str):
+def test_every_option_refuses_invalid_and_unreasonable_numbers(cli: Cli, ads: Path, path: str, option: str):
     for value in NO_NUMBERS:
         given = REQUIRED.get(path, "").split()
         if option in given:
@@ -126,7 +126,7 @@ def test_what_is_no_number_or_one_beyond_reason_is_refused_by_every_option(cli: 
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "9" * 25, "many"])
-def test_a_total_that_is_no_number_is_refused(cli: Cli, value: str):
+def test_a_total_that_is_not_a_number_is_refused(cli: Cli, value: str):
     right(cli("project", "total", "--", "p", value), 2)
 
 
@@ -164,7 +164,7 @@ def _odd_tail(words: list[str], text: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("call", ["jobs -d", "doctor -d", "states jobs -s", "progress p --projects-redis", "config -d"])
-def test_what_is_no_address_is_exit_2_everywhere(cli: Cli, ads: Path, call: str, address: str):
+def test_an_invalid_address_is_exit_2_everywhere(cli: Cli, ads: Path, call: str, address: str):
     answer = cli(*call.split(), address)
     if call.startswith("config"):
         right(answer, 0)  # it only shows it
@@ -177,7 +177,9 @@ def test_what_is_no_address_is_exit_2_everywhere(cli: Cli, ads: Path, call: str,
 
 
 @pytest.mark.parametrize("name", ["HEADWAY_REDIS", "HEADWAY_PROJECTS_REDIS", "HEADWAY_QUEUE_REDIS"])
-def test_a_setting_that_is_no_redis_address_is_exit_2(cli: Cli, ads: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_invalid_redis_address_in_a_setting_is_exit_2(
+    cli: Cli, ads: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(name, "foo://:geheim@bar")
     answer = cli("progress", "p")
     right(answer, 2)
@@ -414,7 +416,7 @@ def test_letters_of_two_columns_do_not_push_a_table_out_of_line(cli: Cli, tmp_pa
 
 
 @pytest.mark.parametrize("call", ["items", "show", "run"])
-def test_a_name_in_another_encoding_is_no_traceback(tmp_path: Path, ads: Path, call: str):
+def test_a_name_in_another_encoding_causes_no_traceback(tmp_path: Path, ads: Path, call: str):
     given = {"run": [b"m:f", b"--items", b"\xe4.jsonl"]}.get(call, [b"\xe4ds"])
     command = [sys.executable.encode(), b"-m", b"headway", call.encode(), *given]
     done = subprocess.run(command, cwd=tmp_path, env=environment(LC_ALL="C.UTF-8"), capture_output=True, check=False)

@@ -36,7 +36,7 @@ def many_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headway.map(fails, CITIES, job="ads", retries=0, last_pass=False, workers=1, progress="none")
 
 
-def test_a_summary_names_ten_causes_and_says_how_many_more_there_are(many_causes: None):
+def test_a_summary_names_ten_causes_and_the_number_of_others(many_causes: None):
     with Ledger.open("sqlite:///headway.db") as ledger:
         causes = ledger.job("ads").causes()
     assert len(causes) == 50
@@ -55,7 +55,7 @@ def test_dead_show_shows_twenty_causes_and_how_to_see_the_others(cli: Cli, many_
     assert len(cli("dead", "show", "ads", "--json").json["causes"]) == 50
 
 
-def test_dead_list_is_bounded_and_says_how_many_more_there_are(cli: Cli, many_causes: None):
+def test_dead_list_is_bounded_and_shows_the_number_of_others(cli: Cli, many_causes: None):
     short = cli("dead", "list", "ads", "--limit", "5")
     assert len(short.out.splitlines()) == 6
     assert short.err == "45 more causes:  headway dead list ads --limit 50\n"
@@ -67,7 +67,7 @@ def test_an_unknown_cause_does_not_list_all_causes(cli: Cli, many_causes: None):
     assert "20 and 30 more)" in said
 
 
-def test_jobs_and_runs_are_bounded_and_say_how_many_more_there_are(
+def test_jobs_and_runs_are_bounded_and_show_the_number_of_others(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

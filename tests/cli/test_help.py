@@ -18,7 +18,7 @@ Cli = Callable[..., Answer]
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_verbs_are_grouped_by_what_they_are_for(cli: Cli):
+def test_the_verbs_are_grouped_by_section(cli: Cli):
     assert list(SECTIONS) == [
         "Run and look", "Control a run", "Repair", "Projects", "States", "Queue", "Watch and serve", "Maintenance",
     ]  # fmt: skip
@@ -31,7 +31,7 @@ def test_the_verbs_are_grouped_by_what_they_are_for(cli: Cli):
         assert f"\n  {name} " in text
 
 
-def test_a_verb_that_no_section_names_is_shown_all_the_same(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+def test_a_verb_without_a_section_is_shown(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SECTIONS, "Repair", ("dead",))
     assert "\nOthers:\n  retry " in cli("--help").out
 
@@ -55,7 +55,7 @@ def _parse(group: click.Group, context: click.Context, words: list[str]) -> None
             _parse(command, inner, rest)
 
 
-def test_there_is_no_example_of_a_verb_that_is_not_there():
+def test_every_example_belongs_to_a_verb():
     assert set(EXAMPLES) == set(every_command())
 
 

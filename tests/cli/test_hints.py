@@ -31,7 +31,7 @@ def hinted(answer: Answer) -> list[str]:
     return re.findall(r"headway [^\n]*", answer.err)
 
 
-def test_an_error_names_the_database_that_was_named_by_hand_in_each_command_to_type(cli: Cli, elsewhere: Ledger):
+def test_suggested_commands_contain_the_given_database(cli: Cli, elsewhere: Ledger):
     assert hinted(cli("show", "x", "-d", "sqlite:///my jobs.db")) == [f"headway jobs {OPTION}"]
     assert hinted(cli("item", "ads.2026", "x", "--database", "sqlite:///my jobs.db")) == [
         f"headway items ads.2026 {OPTION}"
@@ -57,7 +57,7 @@ def test_a_database_that_the_settings_name_is_found_by_itself(
     assert elsewhere.job("ads.2026").info().total == 2
 
 
-def test_a_password_in_the_address_is_not_said(cli: Cli):
+def test_a_password_in_the_address_is_not_shown(cli: Cli):
     answer = cli("jobs", "-d", "postgresql://anna:secret-word@127.0.0.1:1/x")
     assert "secret-word" not in answer.err
 

@@ -149,9 +149,7 @@ def test_purging_deletes_finished_jobs_older_than_the_retention(cli: Cli, ads: P
 @pytest.mark.parametrize(
     "arguments", [("retry", "ads"), ("dead", "retry", "ads"), ("forget", "ads"), ("purge", "--older-than", "0")]
 )
-def test_where_nobody_can_answer_a_question_is_refused_and_the_flag_named(
-    cli: Cli, ads: Path, arguments: tuple[str, ...]
-):
+def test_without_a_terminal_a_question_is_refused_with_its_flag(cli: Cli, ads: Path, arguments: tuple[str, ...]):
     with Ledger.open(f"sqlite:///{ads}") as ledger:
         ledger.job("ads").record([Done(idx) for idx in range(46, 60)])
     before = statuses(ads)
@@ -161,7 +159,7 @@ def test_where_nobody_can_answer_a_question_is_refused_and_the_flag_named(
     assert statuses(ads) == before
 
 
-def test_an_empty_audit_trail_says_so(cli: Cli, ads: Path):
+def test_an_empty_audit_trail_has_a_message(cli: Cli, ads: Path):
     answer = cli("audit", "ads")
     assert (answer.code, answer.out, answer.err) == (0, "", "Nothing is in the audit trail about ads.\n")
 

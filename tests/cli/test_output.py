@@ -278,7 +278,9 @@ READERS = [
 
 
 @pytest.mark.parametrize("arguments", READERS, ids=" ".join)
-def test_a_missing_database_is_said_with_what_to_do_and_not_made(cli: Cli, tmp_path: Path, arguments: tuple[str, ...]):
+def test_a_missing_database_is_reported_with_a_hint_and_not_created(
+    cli: Cli, tmp_path: Path, arguments: tuple[str, ...]
+):
     answer = cli(*arguments)
     assert (answer.code, answer.out) == (2, "")
     assert "There is no database at headway.db." in answer.err

@@ -36,7 +36,7 @@ def test_data_goes_to_stdout_and_talk_to_stderr(headway_cli: Run, ads: Path):
     assert "--yes" in refused.stderr
 
 
-def test_an_error_has_three_parts_and_no_colour_where_nobody_sees_it(headway_cli: Run):
+def test_an_error_has_three_parts_and_no_colour_outside_a_terminal(headway_cli: Run):
     plain = headway_cli("jobs")
     assert plain.returncode == 2
     assert plain.stderr.splitlines() == [
@@ -48,7 +48,7 @@ def test_an_error_has_three_parts_and_no_colour_where_nobody_sees_it(headway_cli
     assert "\x1b" not in headway_cli("jobs", env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stderr
 
 
-def test_output_that_is_cut_off_by_head_is_no_error(
+def test_output_cut_off_by_head_is_not_an_error(
     headway_cli: Run, spawn_cli: Callable[..., subprocess.Popen[str]], ads: Path
 ):
     with Ledger.open(f"sqlite:///{ads}") as ledger:
@@ -176,7 +176,7 @@ def test_the_exit_codes_are_those_of_the_documentation():
     assert all(f"| {code} | {meaning} |" in text for code, meaning in EXIT_CODES.items())
 
 
-def test_usage_errors_are_exit_2_and_suggest_what_was_meant(headway_cli: Run):
+def test_usage_errors_are_exit_2_with_a_suggestion(headway_cli: Run):
     done = headway_cli("jbos")
     assert done.returncode == 2
     assert "Did you mean 'jobs'?" in done.stderr
@@ -238,7 +238,7 @@ def test_verbs_job_ids_and_causes_are_completed(headway_cli: Run, ads: Path):
     eventually(lambda: sorted(complete(headway_cli, "dead", "retry", "ads", "--cause")) == ["1", "2"])
 
 
-def test_completion_is_silent_when_there_is_no_store(headway_cli: Run):
+def test_completion_is_silent_without_a_store(headway_cli: Run):
     assert complete(headway_cli, "show") == []
 
 

@@ -34,7 +34,7 @@ def test_a_list_of_jobs_loads_no_more_than_it_shows(tmp_path: Path, ads: Path, a
     assert found & NOT_FOR_A_LIST == set()
 
 
-def test_the_version_is_told_without_a_store(tmp_path: Path):
+def test_the_version_is_shown_without_a_store(tmp_path: Path):
     found = loaded(tmp_path, "from headway.cli import invoke\nassert invoke(['--version']) == 0")
     assert {name for name in found if name.startswith("headway.")} == {
         "headway._version",

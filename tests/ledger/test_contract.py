@@ -283,7 +283,7 @@ def test_no_item_is_claimed_by_two_while_the_lease_holds(job: Job):
     assert taken == Counter(range(10))
 
 
-def test_a_lapsed_claim_is_given_to_another_and_the_first_cannot_record_any_more(job: Job):
+def test_an_expired_claim_moves_on_and_its_first_owner_cannot_record(job: Job):
     (slow,) = job.claim("slow", lease=0.05)
     quick = eventually(lambda: [item for item in job.claim("quick", limit=20) if item.idx == slow.idx], timeout=5)[0]
     assert quick.token != slow.token
@@ -340,7 +340,7 @@ def test_a_held_job_is_refused_to_a_second_process_and_free_after_release(ledger
     assert [run.outcome for run in job.runs()] == ["interrupted", None]
 
 
-def test_whoever_lost_the_job_cannot_record_any_more(ledger: Ledger, job: Job):
+def test_a_former_holder_cannot_record(ledger: Ledger, job: Job):
     paused = ledger.hold(job, {}, lease=0.01)
     other = eventually(lambda: _hold_or_none(ledger, job), timeout=5)
     with pytest.raises(StaleClaim, match="taken over"):
@@ -358,7 +358,7 @@ def _hold_or_none(ledger: Ledger, job: Job) -> Hold | None:
         return None
 
 
-def test_what_ran_long_in_a_killed_run_costs_one_attempt_and_is_tried_again(ledger: Ledger, job: Job):
+def test_a_long_item_of_a_killed_run_costs_one_attempt_and_is_retried(ledger: Ledger, job: Job):
     dead_run = ledger.hold(job, {}, lease=0.01)
     job.note_running(dead_run, [(3, f"{dead_run.mark} worker 1")])
     eventually(lambda: _hold_or_none(ledger, job), timeout=5)
@@ -421,7 +421,7 @@ def test_rows_made_inconsistent_by_a_foreign_hand_are_corrected_logged_and_audit
 
 
 @pytest.mark.req("S3-31")
-def test_an_inconsistency_nobody_knows_how_to_correct_is_reported_and_left_as_it_is(ledger: Ledger, job: Job, caplog):
+def test_an_unknown_inconsistency_is_reported_and_not_changed(ledger: Ledger, job: Job, caplog):
     """A dead letter of which no failure is recorded: whether the item was tried cannot be known."""
     ledger.database.write("INSERT INTO dead_letters (job, idx, error, created_at) VALUES (?, 4, 'x', 0)", (job.no,))
     with caplog.at_level("ERROR", "headway"):
@@ -487,7 +487,7 @@ def test_a_dead_letter_whose_payload_is_damaged_gets_no_last_pass(ledger: Ledger
     assert marked.info().dead == 2
 
 
-def test_what_is_damaged_takes_no_other_items_place_among_those_that_wait(ledger: Ledger, marked: Job):
+def test_damaged_items_do_not_displace_waiting_ones(ledger: Ledger, marked: Job):
     for idx in (0, 3, 5):
         fail(marked, idx)
     ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx IN (0, 3)")
@@ -499,7 +499,7 @@ def test_what_is_damaged_takes_no_other_items_place_among_those_that_wait(ledger
     assert (told[-1].dead, told[-1].waiting) == (1, 1)
 
 
-def test_what_cannot_be_handed_out_takes_no_other_items_place_in_a_claim(ledger: Ledger, job: Job, marked: Job):
+def test_unclaimable_items_do_not_count_against_the_limit(ledger: Ledger, job: Job, marked: Job):
     for idx in (0, 3, 5):
         fail(marked, idx)
     ledger.database.write("UPDATE input_products SET payload = '7' WHERE idx IN (0, 3) AND job = ?", (marked.no,))
@@ -744,7 +744,7 @@ def test_purging_leaves_a_job_that_changed_while_the_others_were_deleted(ledger:
     assert [item.idx for item in changed.items()] == [0]
 
 
-def test_purging_does_not_take_a_job_that_was_begun_anew_under_the_name_of_an_old_one(ledger: Ledger):
+def test_purging_keeps_a_job_recreated_under_an_old_id(ledger: Ledger):
     _finished(ledger, "a")
     _finished(ledger, "b")
     fresh = ledger.create("fresh")
@@ -756,7 +756,7 @@ def test_purging_does_not_take_a_job_that_was_begun_anew_under_the_name_of_an_ol
     assert [item.idx for item in fresh.items()] == [0]
 
 
-def test_purging_passes_over_a_job_that_somebody_runs(ledger: Ledger):
+def test_purging_skips_a_running_job(ledger: Ledger):
     held = _finished(ledger, "a")
     _finished(ledger, "b")
     hold = ledger.hold(held, {})

@@ -120,7 +120,7 @@ def test_a_failure_of_an_item_that_another_slot_has_is_refused(ledger: Ledger, s
     assert job.info().failures == 0
 
 
-def test_a_slot_that_wakes_up_learns_what_it_lost_when_it_renews(ledger: Ledger, share: MakeShare) -> None:
+def test_a_resumed_slot_learns_of_lost_blocks_when_it_renews(ledger: Ledger, share: MakeShare) -> None:
     start(ledger, 10)
     a, b = share("a"), share("b")
     a.claim_some(3)
@@ -130,7 +130,7 @@ def test_a_slot_that_wakes_up_learns_what_it_lost_when_it_renews(ledger: Ledger,
     assert a.lost == {0, 1, 2}
 
 
-def test_a_block_that_lapsed_and_that_nobody_took_is_still_its_slots(ledger: Ledger, share: MakeShare) -> None:
+def test_an_expired_block_that_no_slot_took_stays_with_its_slot(ledger: Ledger, share: MakeShare) -> None:
     start(ledger, 10)
     a = share("a")
     a.claim_some(3)
@@ -140,9 +140,7 @@ def test_a_block_that_lapsed_and_that_nobody_took_is_still_its_slots(ledger: Led
     assert a.lost == set()
 
 
-def test_what_failed_is_tried_again_by_any_slot_and_dies_once_its_tries_are_used_up(
-    ledger: Ledger, share: MakeShare
-) -> None:
+def test_a_failed_item_is_retried_by_any_slot_and_dies_without_retries(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 2)
     a, b = share("a"), share("b")
     assert indices(a.claim_some(2)) == [0]
@@ -208,7 +206,7 @@ def test_a_long_running_item_is_recorded_by_its_own_slot(ledger: Ledger, share: 
     assert job.info().done == 2
 
 
-def test_a_slot_that_leaves_gives_back_what_it_did_not_finish_at_no_cost(ledger: Ledger, share: MakeShare) -> None:
+def test_a_leaving_slot_returns_unfinished_items_without_an_attempt(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 8)
     a, b = share("a"), share("b")
     a.claim_some(4)
@@ -219,7 +217,7 @@ def test_a_slot_that_leaves_gives_back_what_it_did_not_finish_at_no_cost(ledger:
     assert {item.idx: item.attempts for item in b.claim_some(100)} == {1: 0, 2: 0, 3: 0}
 
 
-def test_the_finisher_died_and_whoever_looks_next_finishes(ledger: Ledger, share: MakeShare) -> None:
+def test_the_next_attendant_finishes_the_job_of_a_dead_one(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 3)
     a = share("a")
     while items := a.claim_some(3):
@@ -234,13 +232,13 @@ def test_the_finisher_died_and_whoever_looks_next_finishes(ledger: Ledger, share
     assert fleet.attend(ledger.database, job.no) is False
 
 
-def test_a_job_whose_items_are_all_done_is_finished_by_whoever_attends_it(ledger: Ledger, share: MakeShare) -> None:
+def test_any_attendant_finishes_a_complete_job(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 0)
     assert fleet.attend(ledger.database, job.no) is False
     assert (job.info().status, events(ledger)) == ("completed", 1)
 
 
-def test_a_job_of_the_fleet_is_nobody_elses_until_it_is_stopped(ledger: Ledger, share: MakeShare) -> None:
+def test_a_job_of_a_fleet_cannot_be_held_until_it_is_stopped(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 10)
     a = share("a")
     a.claim_some(3)
@@ -261,7 +259,7 @@ def test_a_job_of_the_fleet_is_nobody_elses_until_it_is_stopped(ledger: Ledger, 
     assert [item.idx for item in job.untouched(-1, 100)] == list(range(1, 10))
 
 
-def test_a_fleet_of_which_nobody_is_at_work_stops_at_once(ledger: Ledger) -> None:
+def test_a_fleet_without_working_slots_stops_at_once(ledger: Ledger) -> None:
     job = start(ledger, 10)
     job.stop(actor="anna")
     assert not job.info().held
@@ -313,7 +311,7 @@ def test_a_damaged_payload_is_a_dead_letter_and_the_others_go_on(ledger: Ledger,
     assert (job.info().done, job.info().dead, events(ledger)) == (3, 1, 1)
 
 
-def test_a_resumed_job_hands_out_only_what_is_left(ledger: Ledger, share: MakeShare) -> None:
+def test_a_resumed_job_yields_only_the_remaining_items(ledger: Ledger, share: MakeShare) -> None:
     job = ledger.create("ads", policy=AT_ONCE)
     job.register(NewItem(idx, "1") for idx in range(500))
     job.seal(settle=False)
@@ -460,7 +458,7 @@ def test_a_block_that_gets_the_number_of_a_lost_one_fences_as_its_own(ledger: Le
     assert job.info().done == 0
 
 
-def test_a_stop_of_what_is_through_finds_it_finished(ledger: Ledger, share: MakeShare) -> None:
+def test_a_stop_of_a_complete_job_finds_it_finished(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 3)
     a = share("a")
     while job.info().done < 3:
@@ -483,9 +481,7 @@ def test_slots_are_put_back_while_dead_letters_wait_for_their_pass(ledger: Ledge
     assert fleet.attend(ledger.database, job.no) is False
 
 
-def test_what_a_slot_runs_while_its_worker_ends_is_charged_nothing_if_it_is_cut_off(
-    ledger: Ledger, share: MakeShare
-) -> None:
+def test_items_cut_off_at_shutdown_are_not_charged(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 4)
     a, b = share("a"), share("b")
     a.claim_some(2)
@@ -526,9 +522,7 @@ def test_an_item_that_kills_every_slot_at_once_is_found_and_charged(ledger: Ledg
     assert noted_alone == 3  # those before it were recorded, and those after it are no suspects of its claim
 
 
-def test_what_the_slots_that_died_had_not_begun_is_run_one_by_one_and_costs_nothing(
-    ledger: Ledger, share: MakeShare
-) -> None:
+def test_items_that_dead_slots_had_not_begun_run_alone_without_a_charge(ledger: Ledger, share: MakeShare) -> None:
     job = start(ledger, 8)
     for number, suspects in enumerate([set(), set(), {0, 1}]):
         slot = share(f"{number}")
@@ -546,9 +540,7 @@ def test_what_the_slots_that_died_had_not_begun_is_run_one_by_one_and_costs_noth
     assert (job.info().done, job.info().failures) == (2, 0)
 
 
-def test_a_block_is_no_larger_than_memory_allows_however_many_items_are_asked_for(
-    ledger: Ledger, share: MakeShare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_bounded_by_memory(ledger: Ledger, share: MakeShare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.ledger.fleet.share.BLOCK_BYTES", 1000)
     job = ledger.create("ads", policy=AT_ONCE)
     long = '"' + "ä" * 400 + '"'
@@ -574,7 +566,7 @@ def test_a_block_that_its_slots_left_has_no_suspects(ledger: Ledger, share: Make
         slot.leave()
 
 
-def test_what_a_slot_records_while_its_job_is_forgotten_is_deleted_with_it(
+def test_records_of_a_slot_are_deleted_with_their_job(
     ledger: Ledger, share: MakeShare, postgres_with_tables: str
 ) -> None:
     """A foreign hand freed the job; a slot of its fleet was stopped in the middle of a record, and wakes up."""

@@ -78,7 +78,7 @@ def test_who_was_killed_on_this_machine_is_seen_to_be_gone_at_once(ledger: Ledge
 
 @shared_engines
 @pytest.mark.parametrize("verb", ["archive", "forget", "hold"])
-def test_who_was_killed_on_this_machine_is_in_nobodys_way(ledger: Ledger, job: Job, dead_holder: None, verb: str):
+def test_a_holder_killed_on_this_machine_blocks_no_run(ledger: Ledger, job: Job, dead_holder: None, verb: str):
     if verb == "hold":
         assert ledger.hold(job, {}).run == 2
         assert [run.outcome for run in job.runs()] == ["lost", None]
@@ -88,9 +88,7 @@ def test_who_was_killed_on_this_machine_is_in_nobodys_way(ledger: Ledger, job: J
 
 
 @shared_engines
-def test_what_a_killed_process_had_claimed_is_given_to_another_when_nothing_else_is_left(
-    ledger: Ledger, job: Job, dead_holder: None
-):
+def test_claims_of_a_killed_process_are_taken_when_nothing_else_is_left(ledger: Ledger, job: Job, dead_holder: None):
     taken = [job.claim("other", lease=1000)[0].idx for _ in range(8)]
     assert 0 not in taken
     assert 3 not in taken, "it was noted under the hold, whose next holder charges it"
@@ -185,7 +183,7 @@ WRITES: dict[str, Callable[[Ledger, Job, Hold], object]] = {
 
 
 @pytest.mark.parametrize("verb", WRITES)
-def test_whoever_lost_the_job_cannot_write_any_more(ledger: Ledger, job: Job, verb: str):
+def test_a_former_holder_cannot_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     paused = ledger.hold(job, {})
     ledger.database.write("UPDATE jobs SET holder = NULL, lease_until = NULL")  # its lease lapsed
@@ -239,7 +237,7 @@ def time_of(ledger: Ledger) -> float:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in WRITES if verb != "release"])
-def test_whoever_holds_the_job_can_write(ledger: Ledger, job: Job, verb: str):
+def test_the_holder_can_write(ledger: Ledger, job: Job, verb: str):
     ledger.database.write("INSERT INTO outputs (job, path, seq, size) VALUES (?, '/r', 5, 5)", (job.no,))
     hold = ledger.hold(job, {})
     job.note_running(hold, [(2, "w")])
@@ -284,7 +282,7 @@ def test_renewing_a_hold_counts_nothing_of_the_last_minute_twice(ledger: Ledger,
     assert [sum(row[column] for row in job.minutes(0)) for column in (1, 2, 4)] == [3, 1, 4.0]
 
 
-def test_nobody_records_anything_in_a_job_that_was_put_aside(ledger: Ledger, job: Job):
+def test_an_archived_job_accepts_no_records(ledger: Ledger, job: Job):
     (claimed,) = job.claim("w", lease=1000)
     assert ledger.archive("ads") is not None
     calls: list[Callable[[], object]] = [
@@ -429,7 +427,7 @@ def test_a_clock_set_forward_takes_nothing_from_those_who_live(ledger: Ledger, j
     assert job.record([Done(item.idx, token=item.token)]).done == 1
 
 
-def test_a_clock_set_forward_makes_no_claim_look_once_for_each_that_is_claimed(ledger: Ledger):
+def test_a_clock_set_forward_does_not_make_claims_quadratic(ledger: Ledger):
     job = ledger.create("many")
     job.register(NewItem(idx) for idx in range(401))
     mine = job.claim("w", limit=400, lease=1000.0)
@@ -449,7 +447,7 @@ def test_a_clock_set_forward_makes_no_claim_look_once_for_each_that_is_claimed(l
     assert [item.idx for item in job.claim("v", limit=3)] == [mine[399].idx, 400]  # none that is claimed took its place
 
 
-def test_a_clock_set_back_makes_nobody_wait_for_the_lapsed(ledger: Ledger, job: Job):
+def test_a_clock_set_back_does_not_delay_expired_claims(ledger: Ledger, job: Job):
     ledger.hold(job, {}, lease=1e-6)
     job.claim("w", limit=10, lease=1e-6)
     set_clock(ledger, -7200)
@@ -469,9 +467,7 @@ def put_elsewhere(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("verb", ["hold", "archive", "forget"])
-def test_a_clock_set_back_delays_whoever_wants_the_job_of_a_dead_machine_by_a_lease_at_the_most(
-    ledger: Ledger, job: Job, verb: str
-):
+def test_a_clock_set_back_delays_a_takeover_by_at_most_a_lease(ledger: Ledger, job: Job, verb: str):
     wanted: dict[str, Callable[[], object]] = {
         "hold": lambda: ledger.hold(job, {}),
         "archive": lambda: ledger.archive("ads"),
@@ -489,7 +485,7 @@ def test_a_clock_set_back_delays_whoever_wants_the_job_of_a_dead_machine_by_a_le
     assert wanted[verb]()
 
 
-def test_a_clock_set_back_lets_nobody_ask_a_dead_machine_to_stop_for_longer_than_a_lease(ledger: Ledger, job: Job):
+def test_a_clock_set_back_ends_requests_to_a_dead_machine_after_a_lease(ledger: Ledger, job: Job):
     ledger.hold(job, {}, lease=25.0)
     put_elsewhere(ledger)
     set_clock(ledger, -7200)
@@ -501,7 +497,7 @@ def test_a_clock_set_back_lets_nobody_ask_a_dead_machine_to_stop_for_longer_than
         job.stop()
 
 
-def test_a_clock_set_back_takes_the_job_from_nobody_who_lives_elsewhere(ledger: Ledger, job: Job):
+def test_a_clock_set_back_takes_no_job_from_a_live_holder_elsewhere(ledger: Ledger, job: Job):
     hold = ledger.hold(job, {}, lease=25.0)
     put_elsewhere(ledger)
     far = replace(hold, owner=Owner("far", "boot 1", "boot 1", os.getpid(), "1", "theirs"))
@@ -591,7 +587,7 @@ def left(job: Job, idx: int) -> float:
     return next(seconds for item, seconds in job.due(10, within=1e6) if item.idx == idx)
 
 
-def test_what_was_lost_with_a_run_waits_by_the_policy_of_the_run_that_takes_over(ledger: Ledger, slow_job: Job):
+def test_lost_items_wait_by_the_policy_of_the_next_run(ledger: Ledger, slow_job: Job):
     lost = ledger.hold(slow_job, {}, policy=RetryPolicy(2, base=2000.0, cap=2000.0), lease=1e-6)
     slow_job.note_running(lost, [(0, f"{lost.mark} worker 1")])
     ledger.hold(slow_job, {}, lease=1e-6)

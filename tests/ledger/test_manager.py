@@ -60,7 +60,7 @@ def test_the_documents_names_and_defaults_are_kept():
 
 
 @pytest.mark.req("S3-01", "S3-47")
-def test_is_done_is_a_bool_also_for_an_item_nobody_knows(progress: ProgressManager):
+def test_is_done_is_a_bool_for_an_unknown_item_too(progress: ProgressManager):
     assert progress.is_done(7) is False
     progress.mark_done(7, META)
     assert progress.is_done(7) is True
@@ -123,7 +123,7 @@ def test_an_exception_may_be_given_as_it_is(progress: ProgressManager):
 
 
 @pytest.mark.req("S3-05", "S3-06", "S3-02")
-def test_what_was_acknowledged_before_a_kill_is_there_after_it(path: Path):
+def test_acknowledged_records_survive_a_kill(path: Path):
     script = (
         "import os, signal, sys; from headway import ProgressManager\n"
         f"progress = ProgressManager({str(path)!r}); progress.register(range(100))\n"
@@ -141,7 +141,7 @@ def test_what_was_acknowledged_before_a_kill_is_there_after_it(path: Path):
 
 
 @pytest.mark.req("S3-07", "S3-08")
-def test_resuming_is_an_option_and_is_said_in_the_log(path: Path, caplog: pytest.LogCaptureFixture):
+def test_resuming_is_an_option_and_is_logged(path: Path, caplog: pytest.LogCaptureFixture):
     with ProgressManager(path) as progress:
         progress.register(range(5))
         progress.mark_done(0, META)
@@ -522,9 +522,7 @@ class Lying(str):
 
 @pytest.mark.parametrize("kind", [Raising, Lying])
 @pytest.mark.parametrize("place", ["error", "step"])
-def test_a_text_whose_methods_raise_or_lie_is_recorded_by_what_it_holds(
-    progress: ProgressManager, place: str, kind: type[str]
-):
+def test_a_str_subclass_is_recorded_by_its_content(progress: ProgressManager, place: str, kind: type[str]):
     progress.mark_failed(0, {"error": "no price", place: kind("the price of 7 is missing, password=hunter2")})
     item = progress.job.item(0)
     assert (item.attempts, "hunter2" in (item.meta or "") + (item.error or "")) == (1, False)

@@ -147,7 +147,7 @@ def _read(database: Database, question: Callable[[Tx], object]) -> None:
 
 @pytest.mark.req("S3-36")
 @pytest.mark.timeout(180)
-def test_items_of_a_job_that_was_just_loaded_are_handed_out_without_a_look_at_the_others(job: Job, read_by: Reading):
+def test_reading_items_of_a_new_job_does_not_scan_the_others(job: Job, read_by: Reading):
     for limit in (1, PAGE):
         assert read_by(partial(job.untouched, TRIED - 1, limit)) <= FEW
         assert read_by(partial(job.due, limit)) <= FEW
@@ -157,9 +157,7 @@ def test_items_of_a_job_that_was_just_loaded_are_handed_out_without_a_look_at_th
 
 @pytest.mark.req("S3-36")
 @pytest.mark.parametrize("limit", [3, 200])
-def test_a_run_that_resumes_looks_once_at_what_was_done_and_compares_no_row_with_each(
-    job: Job, read_by: Reading, limit: int
-):
+def test_a_resumed_run_reads_done_items_once_and_without_a_nested_loop(job: Job, read_by: Reading, limit: int):
     """The planner takes a stretch of thousands for three rows: a loop over all pairs of them ran into the time limit."""
     found: list[int] = []
     assert read_by(lambda: found.extend(item.idx for item in job.untouched(-1, limit))) <= 5 * MOST
@@ -167,7 +165,7 @@ def test_a_run_that_resumes_looks_once_at_what_was_done_and_compares_no_row_with
 
 
 @pytest.mark.req("S3-36")
-def test_what_becomes_of_items_is_recorded_without_a_look_at_the_others(job: Job, read_by: Reading):
+def test_recording_items_does_not_scan_the_others(job: Job, read_by: Reading):
     new = range(TRIED, TRIED + PAGE)
     mixed = [
         Failed(idx, Failure("E", "no")) if idx % 50 == 0 else Done(idx) for idx in range(TRIED - 100, TRIED + PAGE)
@@ -186,9 +184,7 @@ INSERT INTO tasks (id, kind, queue, place, turn, party, status, user_id, role, p
 
 @pytest.mark.req("S3-36")
 @pytest.mark.parametrize("status", ["QUEUED", "COMPLETED"])
-def test_a_queue_that_was_just_filled_is_listed_and_swept_without_a_look_at_all_of_it(
-    database: Database, read_by: Reading, status: str
-):
+def test_listing_and_sweeping_a_new_queue_does_not_scan_it(database: Database, read_by: Reading, status: str):
     now = time.time()
     ended = "NULL" if status == "QUEUED" else str(now)
     database.run(lambda tx: tx.execute(_TASKS.format(status=status, now=now, ended=ended)))
@@ -213,9 +209,7 @@ def test_a_queue_that_was_just_filled_is_listed_and_swept_without_a_look_at_all_
 
 @pytest.mark.req("S3-36")
 @pytest.mark.parametrize("why", ["paused", "the queue is full", "the kinds are full"])
-def test_what_may_not_run_now_costs_those_that_may_nothing_however_much_of_it_waits(
-    database: Database, read_by: Reading, why: str
-):
+def test_a_backlog_of_blocked_tasks_does_not_slow_claims(database: Database, read_by: Reading, why: str):
     now = time.time()
     database.run(
         lambda tx: tx.execute(_TASKS.format(status="QUEUED", now=now, ended="NULL").replace("'low', 3", "'high', 1"))

@@ -268,7 +268,7 @@ def test_meta_that_is_no_json_is_refused_alike_and_nothing_is_written(url: str, 
 @pytest.mark.req("S3-41")
 @everywhere
 @pytest.mark.parametrize("payload", [{"a": float("nan")}, "\ud800", "x\0y", {"a": Weird()}, {1, 2}])
-def test_a_payload_that_is_no_json_is_refused_alike(url: str, payload: object, monkeypatch: pytest.MonkeyPatch):
+def test_a_payload_that_is_not_json_is_refused(url: str, payload: object, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HEADWAY_DATABASE", url)
     with ProgressManager() as progress:
         with pytest.raises(InvalidInput):

@@ -61,7 +61,7 @@ def test_one_item_is_its_own_half_and_its_own_slowest(database: Database):
     assert [(one.idx, one.key, one.seconds) for one in found.slowest] == [(0, None, 0.004)]
 
 
-def test_what_failed_has_no_duration_here(database: Database):
+def test_failed_items_have_no_duration(database: Database):
     job = filled(database, [0.2, 0.3])
     job.register([NewItem(7, "7", None, 7)])
     job.record([Failed(7, BAD, seconds=99.0)])
@@ -86,7 +86,7 @@ def test_of_a_large_job_the_shares_are_right_to_a_percent_and_the_slowest_exact(
     assert found.slowest[0].key == "k-4001"
 
 
-def test_indices_that_lie_far_apart_are_found_all_the_same(tmp_path: Path):
+def test_widely_scattered_indices_are_found(tmp_path: Path):
     with connect(f"sqlite:///{tmp_path}/sparse.db") as database:
         found = read_durations(filled(database, [0.05] * (EXACT + 1), first=66_000_000, step=100_003), EXACT + 1)
     assert found is not None

@@ -26,7 +26,7 @@ def test_the_page_of_json_shapes_is_up_to_date():
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values())
-def test_every_document_is_described_with_its_type_and_what_each_key_says(schema: str):
+def test_every_key_of_a_document_has_a_type_and_a_description(schema: str):
     described = json_schema(documents()[schema], schema)
     assert described["properties"]["schema"] == {"const": schema}
     assert "schema" in described["required"]
@@ -34,7 +34,7 @@ def test_every_document_is_described_with_its_type_and_what_each_key_says(schema
         assert name == "schema" or key["description"]
 
 
-def test_every_view_says_in_a_sentence_what_it_is():
+def test_every_view_has_a_one_sentence_description():
     for view in [*documents().values(), *inner_views()]:
         assert (view.__doc__ or "").rstrip().endswith(".")
         assert "namedtuple" not in (view.__doc__ or "")

@@ -137,7 +137,7 @@ def test_the_task_that_waits_longest_comes_first(scene: Database):
         assert read_oldest(queue, "high").tasks == ()
 
 
-def test_marks_tell_what_happened_when_and_who_did_it(scene: Database):
+def test_marks_have_event_time_and_actor(scene: Database):
     start = scene.now() - 60
     job = Ledger(scene).job("pictures")
     job.register([NewItem(0, "{}")])

@@ -16,7 +16,7 @@ def of(*counts: int, seconds: float = 0.0) -> Series:
     return Series(1, tuple(Point(first + no, count, 0, count * seconds) for no, count in enumerate(counts)))
 
 
-def test_a_run_that_finishes_nothing_any_more_has_no_rate():
+def test_a_run_that_finishes_nothing_has_no_rate():
     assert speed(of(60, 60, 60, 60, 60, 60), 1440.0, NOW, 1000, 360).rate == pytest.approx(1.0)
     silent = speed(of(60, 60, 60, 60, 0, 0, 0), 1380.0, NOW, 1000, 240)
     assert (silent.rate, silent.forecast) == (None, None)

@@ -37,7 +37,7 @@ class Monitor:
 
 
 @pytest.mark.req("S4-07", "S4-18", "S4-23")
-def test_a_thousand_failures_at_once_are_each_told_once_in_windows_of_bounded_size(scene: Scene):
+def test_a_thousand_failures_are_each_reported_once_in_bounded_pages(scene: Scene):
     with scene.watching(page_size=50):
         monitor = Monitor(scene)
         ids = scene.burst(1_000)
@@ -72,7 +72,7 @@ def test_a_failure_during_the_catch_up_is_reported(scene: Scene):
 
 
 @pytest.mark.req("S4-19")
-def test_what_joins_below_while_the_registry_is_gone_through_moves_nothing_out_of_sight(scene: Scene):
+def test_entries_that_join_below_during_a_read_hide_no_other(scene: Scene):
     """A low score (failure_ttl=-1) shifts every rank above it."""
     ids = scene.burst(200)
     number = iter(range(20))
@@ -87,7 +87,7 @@ def test_what_joins_below_while_the_registry_is_gone_through_moves_nothing_out_o
 
 
 @pytest.mark.req("S4-07", "S4-23")
-def test_failures_that_pour_into_a_large_registry_wherever_their_scores_put_them_are_each_told_once(scene: Scene):
+def test_failures_at_any_score_of_a_large_registry_are_each_reported_once(scene: Scene):
     ids = scene.burst(800, prefix="old")
     with scene.watching(page_size=40):
         scene.events.expect_number(800, timeout=60)
@@ -148,7 +148,7 @@ def test_a_job_that_failed_twice_without_a_watcher_is_reported_twice(scene: Scen
         scene.events.expect((job.id, "failed"), (job.id, "failed"))
 
 
-def test_of_what_failed_before_the_first_start_the_last_failure_of_each_job_is_told(scene: Scene):
+def test_the_last_failure_of_each_job_before_the_first_start_is_reported(scene: Scene):
     scene.worker()
     job = scene.enqueue("fail")
     eventually(lambda: job.get_status() == "failed")

@@ -160,7 +160,7 @@ def test_every_store_remembers_it(scene: Scene, request: pytest.FixtureRequest, 
         check(scene, lambda queue: SqlProcessedStore(database, queue), poison)
 
 
-def test_a_job_with_a_name_that_no_index_holds_is_told_to_the_sinks_as_well(scene: Scene, postgres_url: str):
+def test_a_job_with_a_name_too_long_for_an_index_reaches_the_sinks(scene: Scene, postgres_url: str):
     letters = random.Random(4)  # not one after another: PostgreSQL would make that small enough
     name = "p" + "".join(chr(letters.randrange(0x10000, 0x20000)) for _ in range(3_000))
     with connect(postgres_url) as database:

@@ -118,7 +118,7 @@ def test_windows_are_by_score_and_then_by_member(world: World):
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 500])
-def test_a_scan_gives_what_is_there_from_beginning_to_end_whatever_else_changes(world: World, size):
+def test_a_scan_returns_members_that_stay_throughout(world: World, size):
     stays = {f"stays{number:03}": float(number) for number in range(size)}
     for member, score in stays.items():
         world.redis.zadd("z", member, score)
@@ -138,7 +138,7 @@ def test_a_scan_gives_what_is_there_from_beginning_to_end_whatever_else_changes(
     assert all(found[member] in (score, score - 1_000) for member, score in stays.items())
 
 
-def test_what_is_done_to_a_set_is_announced_to_whoever_asked_by_name_or_by_pattern(world: World):
+def test_changes_of_a_set_are_announced_by_name_and_by_pattern(world: World):
     link = world.redis.pubsub()
     link.subscribe(channel(0, "q[1]"))
     link.psubscribe(pattern(0, "p*"))
@@ -185,7 +185,7 @@ def test_a_guard_notices_every_change_and_only_changes(world: World):
         assert guard.untouched()
 
 
-def test_what_is_left_of_jobs_comes_in_the_order_asked(world: World):
+def test_jobs_are_returned_in_the_given_order(world: World):
     world.fail("one")
     world.fail("two")
     two, nobody, one = world.redis.jobs(["two-00000", "nobody", "one-00000"], running=True, payload=True)

@@ -278,7 +278,7 @@ def test_stream_ids_compare_by_number():
         (job(status="scheduled"), True, "retried"),
     ],
 )
-def test_what_became_of_an_execution(record, exists, expected):
+def test_the_outcome_of_an_execution(record, exists, expected):
     assert outcome(record, "x", execution_exists=exists, listed=False, lost=False) == expected
 
 

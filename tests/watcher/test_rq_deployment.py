@@ -52,7 +52,7 @@ def test_canceling_a_queued_job_is_reported_as_a_users_request(scene: Scene):
 
 
 @pytest.mark.parametrize(("then", "kind", "type"), [("succeed", "finished", "outcome"), ("fail", "failed", "failed")])
-def test_canceling_a_running_job_is_told_and_so_is_how_it_ended_after_all(scene: Scene, then, kind, type):
+def test_canceling_a_running_job_is_reported_and_so_is_its_outcome(scene: Scene, then, kind, type):
     scene.worker()
     with scene.watching():
         job, flag = scene.hang(then=then)
@@ -87,7 +87,7 @@ def test_a_hung_job_is_reported_as_stuck_and_later_as_finished(scene: Scene):
     assert finished["data"]["follows"] == stuck["id"]
 
 
-def test_a_stuck_job_that_fails_later_is_told_as_failed_with_the_earlier_event_named(scene: Scene):
+def test_a_stuck_job_that_fails_later_is_reported_with_the_earlier_event(scene: Scene):
     scene.worker()
     with scene.watching(stuck_job_timeout_s=1.0):
         job, flag = scene.hang(job_timeout=-1, then="fail")
@@ -97,7 +97,7 @@ def test_a_stuck_job_that_fails_later_is_told_as_failed_with_the_earlier_event_n
     assert failed["data"]["follows"] == stuck["id"]
 
 
-def test_a_stuck_job_that_ends_without_a_trace_is_told_as_gone(scene: Scene):
+def test_a_stuck_job_that_ends_without_a_trace_is_reported_as_gone(scene: Scene):
     scene.worker()
     with scene.watching(stuck_job_timeout_s=1.0):
         job, flag = scene.hang(job_timeout=-1, result_ttl=0)
@@ -123,7 +123,7 @@ def test_a_killed_work_horse_is_reported_as_killed(scene: Scene):
     assert "signal 9" in event["data"]["message"]
 
 
-def test_a_killed_worker_is_told_as_lost_when_its_lease_lapses_and_not_again_when_rq_finds_out(scene: Scene):
+def test_a_killed_worker_is_reported_as_lost_once(scene: Scene):
     worker = scene.worker(lease=2)
     with scene.watching(stuck_job_timeout_s=4.0):  # such a watcher reads the started registry every second
         job, _ = scene.hang()
@@ -174,7 +174,7 @@ def test_a_requeued_job_that_fails_again_is_reported_again(scene: Scene, failure
     assert len({event["id"] for event in scene.events.all}) == 4
 
 
-def test_a_job_whose_failure_is_kept_for_no_time_is_told_with_what_is_left(scene: Scene):
+def test_a_job_with_failure_ttl_0_is_reported_with_its_remaining_fields(scene: Scene):
     scene.worker()
     with scene.watching():
         job = scene.enqueue("fail", failure_ttl=0)
@@ -217,7 +217,7 @@ def test_a_cancellation_found_late_is_not_about_the_execution_that_runs_by_then(
         scene.events.expect(("again", "canceled"), ("burst-00000", "failed"))
 
 
-def test_a_worker_that_was_only_paused_finishes_a_job_that_was_given_up_and_that_is_told(scene: Scene):
+def test_a_given_up_job_that_a_paused_worker_finishes_is_reported(scene: Scene):
     worker = scene.worker(lease=2)
     with scene.watching(stuck_job_timeout_s=4.0, sweep_s=1.0):
         job, flag = scene.hang()
@@ -233,7 +233,7 @@ def test_a_worker_that_was_only_paused_finishes_a_job_that_was_given_up_and_that
     assert finished["data"]["follows"] == lost["id"]
 
 
-def test_one_id_in_two_queues_is_two_executions_whose_ends_are_told_apart(scene: Scene, tmp_path):
+def test_one_id_in_two_queues_is_two_executions(scene: Scene, tmp_path):
     other = Scene(scene.server, tmp_path, queue="letters")
     scene.worker()
     other.worker()
@@ -277,7 +277,7 @@ def test_each_job_is_reported_once_whichever_process_is_killed(scene: Scene, die
             scene.events.expect((job.id, "lost"), (job.id, "finished"))
 
 
-def test_a_failed_job_that_somebody_else_put_back_is_not_put_back_again(scene: Scene):
+def test_a_job_requeued_elsewhere_is_not_requeued_again(scene: Scene):
     worker = scene.worker()
     job = scene.enqueue("fail")
     eventually(lambda: job.get_status(refresh=True) == JobStatus.FAILED, timeout=20)

@@ -32,7 +32,7 @@ def test_flags_that_announce_sorted_sets_by_key_are_accepted_however_they_are_sp
 
 @pytest.mark.req("S4-13", "S4-26")
 @pytest.mark.parametrize("flags", INSUFFICIENT)
-def test_flags_that_do_not_are_refused_with_what_to_set(scene: Scene, flags):
+def test_insufficient_flags_are_refused_with_the_setting_to_use(scene: Scene, flags):
     scene.redis.config_set("notify-keyspace-events", flags)
     with pytest.raises(ConfigError, match="does not announce") as caught:
         preflight(connect(scene.url))
@@ -54,7 +54,7 @@ def test_a_probe_agrees_with_the_flags_where_config_is_denied(scene: Scene, monk
 
 
 @pytest.mark.req("S4-14")
-def test_a_wrong_setting_is_found_before_anything_is_listened_to_or_told(scene: Scene):
+def test_a_wrong_setting_is_found_before_the_first_subscription(scene: Scene):
     scene.redis.config_set("notify-keyspace-events", "")
     scene.burst(1)
     with pytest.raises(ConfigError), scene.watching():
@@ -113,7 +113,7 @@ def test_without_a_server_it_ends_with_a_clear_error(scene: Scene):
         "redis://h/0#fragment",
     ],
 )
-def test_an_address_that_cannot_be_used_as_it_stands_is_refused(url):
+def test_an_unusable_address_is_refused(url):
     with pytest.raises(InvalidInput, match="REDIS_URL is not a valid address") as caught:
         connect(url)
     assert "redis://user:password@host:6379/0" in caught.value.hint
@@ -205,7 +205,7 @@ def test_a_slow_link_is_only_slow(scene: Scene, tcp_proxy):
         scene.events.expect(*[(job_id, "failed") for job_id in ids])
 
 
-def test_a_setting_lost_while_watching_is_found_by_the_sweep_which_tells_first_what_it_found(scene: Scene):
+def test_the_sweep_reports_its_entries_before_a_lost_setting(scene: Scene):
     watching = scene.start(sweep_s=0.2)
     scene.redis.config_set("notify-keyspace-events", "")
     scene.burst(1)
@@ -281,7 +281,7 @@ def test_one_watcher_can_watch_several_queues(scene: Scene, tmp_path):
 
 
 @pytest.mark.req("S4-06", "S4-10")
-def test_what_runs_is_known_while_it_runs_and_forgotten_when_it_ends(scene: Scene):
+def test_running_executions_are_known_until_they_end(scene: Scene):
     scene.worker()
     with scene.watching(stuck_job_timeout_s=2.0) as watching:
         started = watching.watcher.started["digits"]
@@ -296,7 +296,7 @@ def test_what_runs_is_known_while_it_runs_and_forgotten_when_it_ends(scene: Scen
     assert scene.events.hear() == []
 
 
-def test_a_server_that_closes_idle_connections_costs_a_look_and_no_outage(scene: Scene):
+def test_closed_idle_connections_cause_a_read_and_no_outage(scene: Scene):
     with scene.watching(sweep_s=0.2) as watching:
         for _ in range(3):
             scene.sweeps(2)
@@ -378,7 +378,7 @@ def test_the_rights_in_the_document_suffice(service_directory, tmp_path, program
         server.discard()
 
 
-def test_a_stream_whose_key_holds_something_else_ends_the_watcher_and_nothing_is_noted_as_told(scene: Scene):
+def test_a_stream_key_of_another_type_ends_the_watcher_without_a_record(scene: Scene):
     scene.redis.set("digits:log", "no stream")
     scene.burst(1)
     assert "refused to publish" in str(scene.start(stream="digits:log").ended())

@@ -29,7 +29,7 @@ def open_store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Open]:
 
 
 @pytest.mark.req("S4-19")
-def test_what_was_marked_is_found_again_after_a_restart(open_store: Open):
+def test_marked_members_are_found_after_a_restart(open_store: Open):
     rows = [Seen("a", 5.0, "1-0", 100.0), Seen("b", -1.0, "2-0", 101.5), Seen("c:x", inf, "stuck", 99.0)]
     open_store("q@0").mark("failed", rows, [], [])
     store = open_store("q@0")
@@ -57,7 +57,7 @@ def test_the_first_start_is_remembered(open_store: Open):
     assert open_store("q@0").baseline(200.0) == 100.25
 
 
-def test_what_is_awaited_is_kept_until_it_is_not(open_store: Open):
+def test_awaited_outcomes_are_stored_until_they_end(open_store: Open):
     store = open_store("q@0")
     store.mark("started", [], [Follow("b:y", "lost", "e2", 2.5), Follow("a:x", "stuck", "e1", 1.5)], [])
     store.mark("canceled", [], [Follow("a:x", "canceled", "e3", 3.5)], [])
@@ -66,7 +66,7 @@ def test_what_is_awaited_is_kept_until_it_is_not(open_store: Open):
     assert open_store("q@0").follows() == [Follow("b:y", "lost", "e2", 2.5)]
 
 
-def test_only_what_was_not_found_for_long_is_forgotten(open_store: Open):
+def test_only_members_missing_for_long_are_forgotten(open_store: Open):
     store = open_store("q@0")
     store.mark("failed", [Seen(member, 5.0, "1-0", 100.0) for member in "abc"], [], [])
     store.mark("canceled", [Seen("a", 5.0, "1-0", 100.0)], [], [])
@@ -112,7 +112,7 @@ def test_a_member_may_be_any_text(open_store: Open, member):
     assert open_store("q@0").look("failed", [member, "a"]).keys() == {"a"}
 
 
-def test_what_an_earlier_release_awaited_in_redis_is_read(redis_server):
+def test_outcomes_awaited_by_an_earlier_release_in_redis_are_read(redis_server):
     redis_server.client().hset("headway:watcher:{q@0}:followed", "a:x", '["stuck", "e"]')
     store = RedisProcessedStore(connect_redis(redis_server.url()), "q@0")
     assert store.follows() == [Follow("a:x", "stuck", "e", 0.0)]
@@ -129,6 +129,6 @@ def test_a_damaged_record_in_redis_is_not_taken_for_nothing(redis_server):
         store.follows()
 
 
-def test_nothing_to_change_is_no_command(redis_server):
+def test_an_empty_change_sends_no_command(redis_server):
     RedisProcessedStore(connect_redis(redis_server.url()), "q@0").mark("failed", [], [], [])
     assert redis_server.client().keys("*") == []

@@ -249,7 +249,7 @@ def test_an_entry_in_the_middle_that_gets_another_score_is_found_although_no_siz
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_what_joins_behind_a_window_in_which_a_walk_found_something_is_found(silent):
+def test_entries_that_join_behind_a_page_of_a_walk_are_found(silent):
     stand = Stand(page_size=2).open()
     for number in range(20):
         stand.redis.fail(f"j{number:02}", f"{number + 1}-0", score=100 * number)
@@ -272,7 +272,7 @@ def test_what_joins_behind_a_window_in_which_a_walk_found_something_is_found(sil
     assert ("aaa", "failed") in delivered(stand)
 
 
-def test_what_a_walk_found_does_not_explain_what_is_announced_afterwards():
+def test_entries_of_a_walk_do_not_explain_later_announcements():
     stand = Stand(page_size=2).open()
     for number in range(20):
         stand.redis.fail(f"j{number:02}", f"{number + 1}-0", score=100 * number)
@@ -290,7 +290,7 @@ def test_what_a_walk_found_does_not_explain_what_is_announced_afterwards():
     assert delivered(stand)[25:] == [("announced", "failed")]
 
 
-def test_what_is_announced_late_is_explained_by_what_was_found_before():
+def test_a_late_announcement_is_explained_by_an_earlier_entry():
     """A look finds what happened up to now; its announcements may still be on their way. They are no reason to go
     through a large registry."""
     stand = Stand(page_size=2).open()
@@ -561,7 +561,7 @@ def test_a_lapsed_lease_whose_entry_is_gone_is_nothing_to_tell():
     assert delivered(stand) == []
 
 
-def test_a_stuck_job_whose_worker_dies_is_told_as_lost_with_the_earlier_event_named():
+def test_a_stuck_job_whose_worker_dies_is_reported_as_lost_with_the_earlier_event():
     stand = Stand().open()
     run(stand.redis, "a:x", since=-100, lease=60)
     stand.redis.announce("W")
@@ -696,7 +696,7 @@ def test_every_outcome_of_an_awaited_job_is_reported(outcome, status, kind):
     assert delivered(stand)[1:] == [("a", kind)]
 
 
-def test_an_awaited_job_that_fails_is_told_by_the_failed_registry_even_if_that_is_announced_later():
+def test_the_failed_registry_reports_an_awaited_job_that_fails():
     stand = stuck()
     end(stand.redis, "a:x", "failed", "failed")
     stand.redis.zsets["F"]["a"] = 9e9
@@ -708,7 +708,7 @@ def test_an_awaited_job_that_fails_is_told_by_the_failed_registry_even_if_that_i
     assert failed["data"]["follows"] == earlier["id"]
 
 
-def test_a_stuck_job_that_rq_gives_up_is_told_as_lost_with_the_earlier_event_named():
+def test_a_stuck_job_that_rq_gives_up_is_reported_as_lost_with_the_earlier_event():
     stand = stuck()
     text = "Moved to FailedJobRegistry, due to AbandonedJobError, at noon"
     exception = base64.b64encode(zlib.compress(text.encode()))
@@ -1037,7 +1037,7 @@ class SlowlyScanned(FakeRedis):
         return super().zscan(key, cursor, count)
 
 
-def test_a_long_walk_at_the_start_that_found_nothing_does_not_delay_what_is_announced_after_it():
+def test_a_long_walk_at_the_start_does_not_delay_announcements():
     stand = Stand(SlowlyScanned(), page_size=4)
     for number in range(40):
         stand.redis.fail(f"known{number:02}", f"{number + 1}-0", score=1_000.0 + number)
