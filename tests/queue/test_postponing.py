@@ -201,7 +201,7 @@ def test_why_and_until_when_is_shown_by_the_command_line(queue: TaskQueue, datab
     drain(queue)
     shown = command("task", "show", task.id, "--database", database_url)
     assert "waits until" in shown
-    assert ": quota (postponed 1 times)" in shown
+    assert ": quota (postponed 1 time)" in shown
     assert "Tasks of kind call wait until" in command("queues", "--database", database_url)
     found = json.loads(command("queues", "--json", "--database", database_url))
     assert [(hold["kind"], hold["reason"]) for hold in found["holds"]] == [("call", "quota")]

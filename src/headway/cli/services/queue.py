@@ -236,7 +236,8 @@ def show(id: str, database: str | None, *, as_json: bool) -> None:
         put(f"  RQ was given its id {clock(sheet.hinted_at)}")
     if sheet.waits_until is not None:
         why = f": {sheet.waits_reason}" if sheet.waits_reason else ""
-        put(f"  waits until {clock(sheet.waits_until)}{why} (postponed {sheet.postponed} times)")
+        often = f" (postponed {plural(sheet.postponed, 'time')})" if sheet.postponed else ""
+        put(f"  waits until {clock(sheet.waits_until)}{why}{often}")
     if sheet.unserved and sheet.workers_online == 0:
         put("  waits: no worker is online")
     elif sheet.unserved:
