@@ -193,7 +193,12 @@ def test_the_list_of_workers_has_the_tasks_of_this_moment_and_not_of_the_last_he
     database.write(sign, ("t-anna", time.time() - 60))
     database.write("UPDATE tasks SET status = 'QUEUED', worker = NULL WHERE id = 't-anna'")
     [shown] = reader.workers().workers
-    assert (shown.state, shown.task) == ("lost", None), "the task was reassigned"
+    assert (shown.state, shown.task) == ("lost", "t-anna"), "what it held when it died"
+    database.write(
+        "UPDATE tasks SET status = 'COMPLETED', ended_at = 1, worker = ? WHERE id = 't-anna'", (worker.name,)
+    )
+    [shown] = reader.workers().workers
+    assert (shown.state, shown.task) == ("lost", None), "it ended the task itself after its last heartbeat"
 
 
 def test_a_worker_that_was_taken_off_the_list_and_lives_is_back_with_its_next_sign_of_life(

@@ -10,7 +10,7 @@ from itertools import islice
 from headway._lease import Owner, renewing, write_owner
 from headway._sql import Database, Row, Tx
 from headway.core.retry import RetryPolicy
-from headway.errors import InvalidInput, NotFound
+from headway.errors import InvalidInput, NotFound, Refused
 from headway.ledger.content import is_intact
 from headway.ledger.control import ControlledJob
 from headway.ledger.fleet import claims
@@ -331,6 +331,25 @@ class Job(Reports, ControlledJob):
         return self._database.run(work, operation="finish")
 
     # ---- dead letters ----------------------------------------------------------------------------------------------
+
+    def continue_run(self, *, actor: str = "headway", reason: str = "") -> None:
+        """Continue the last run of a fleet, which was interrupted or stopped.
+
+        The caller submits its slots, or the sweeper of any worker does. Raises `Refused` for a job that runs, is complete
+        or was run by a process, which needs its command.
+        """
+        from headway.ledger.fleet import fleet
+
+        def work(tx: Tx) -> None:
+            recorder = self.open(tx)
+            if not fleet.reopen(recorder, ("interrupted", "stopped")):
+                raise Refused(
+                    f"Job {self.id} has no interrupted run of a fleet.", hint="Start it again with its command."
+                )
+            audit(tx, recorder.now, actor, "continue", self.id, {"reason": reason})
+
+        self._database.run(work, operation="continue_run")
+        log.info("the fleet's run continues", job=self.id, reason=reason)
 
     def retry_dead(
         self,

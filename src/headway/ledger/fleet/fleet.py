@@ -83,8 +83,8 @@ def counts_before(database: Database, job: int, run: int) -> tuple[int, int] | N
     return None if before is None else (before["failures"], before["dead"])
 
 
-def reopen(recorder: Recorder) -> bool:
-    """Continue the finished run of a fleet, because items are to be retried. Return whether there was one.
+def reopen(recorder: Recorder, outcomes: tuple[str, ...] = ("finished",)) -> bool:
+    """Continue the last run of a fleet, if it ended with one of these outcomes. Return whether it did.
 
     The run keeps its number, because an encrypted order is bound to it. A new token fences the earlier slots. The
     sweeper of any worker submits new slots.
@@ -95,7 +95,7 @@ def reopen(recorder: Recorder) -> bool:
         return False
     run, host, pid, settings, outcome = last
     known: dict[str, Any] = json.loads(settings)
-    if recorder.row.holder is not None or outcome != "finished" or known.get("order") is None:
+    if recorder.row.holder is not None or outcome not in outcomes or known.get("order") is None:
         return False
     token = recorder.row.token + 1
     jobs.set_holder(tx, no, token, json.dumps({"host": host, "pid": pid, "fleet": run}), FOR_EVER)

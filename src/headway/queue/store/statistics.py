@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headway._sql import Row, Tx
+from headway._sql import Row, Tx, marks
 from headway.queue.store.workers import HEAD, is_gone
 from headway.queue.task import Priority
 
@@ -180,8 +180,9 @@ def oldest_ready(tx: Tx, queue: Priority, limit: int) -> list[str]:
 def listed_workers(tx: Tx) -> list[Row]:
     """Return every listed worker, online ones first, with its task of this moment.
 
-    A heartbeat is up to some seconds old, so tasks decide: a worker that holds one is busy, and a lost worker whose task
-    was reassigned has none. A worker without a heartbeat is lost, even if no sweeper has marked it.
+    A heartbeat is up to some seconds old, so tasks decide: a worker that holds one is busy. A lost worker keeps the task of
+    its last heartbeat, also after another worker was given it, unless it ended the task itself. A worker without a heartbeat
+    is lost, even if no sweeper has marked it.
     """
     running: dict[str, str] = dict(
         tx.all("SELECT worker, min(id) FROM tasks WHERE status = 'RUNNING' AND worker IS NOT NULL GROUP BY worker")
@@ -198,7 +199,11 @@ def listed_workers(tx: Tx) -> list[Row]:
         if facts[0] in running:
             facts[3] = "busy" if facts[3] == "idle" else facts[3]
             facts[5] = running[facts[0]]
-        elif facts[3] == "lost":
+        found.append(facts)
+    held = [facts[5] for facts in found if facts[3] == "lost" and facts[5] and facts[0] not in running]
+    sql = f"SELECT id, worker FROM tasks WHERE ended_at IS NOT NULL AND id IN ({marks(len(held))})"
+    ended: dict[str, str] = dict(tx.all(sql, held)) if held else {}
+    for facts in found:
+        if facts[5] in ended and ended[facts[5]] == facts[0]:
             facts[5] = None
-        found.append(tuple(facts))
-    return found
+    return [tuple(facts) for facts in found]

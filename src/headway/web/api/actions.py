@@ -13,6 +13,7 @@ A form posts to ``/actions/NAME`` and is redirected to its page (`Referer`, or t
     forget  job [reason]                         delete a job and its records
     pause   job [reason]                         let the run finish its current items and start no more
     resume  job [reason]                         resume the run
+    continue  job [reason]                       continue the interrupted run of a fleet
     stop    job [now] [reason]                   end the run after its current items; now: abandon them
     scale   job workers [reason]                 set how many items the run processes at once
     pause   queue [reason] [minutes]             stop workers from claiming tasks of the queue
@@ -30,6 +31,7 @@ A form posts to ``/actions/NAME`` and is redirected to its page (`Referer`, or t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -131,6 +133,19 @@ def resume_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Act
     require(user, "run")
     find_job(reader.ledger, job).resume(actor=user.name, reason=masked(reason))
     return Acted("resume", f"Asked the run of {job} to resume.", 1)
+
+
+def continue_run(reader: Reader, user: User, job: str, *, reason: str = "") -> Acted:
+    """Continue the interrupted run of a fleet. Its workers start within seconds."""
+    from headway.run.fleet.start import rejoin
+
+    require(user, "run")
+    found = find_job(reader.ledger, job)
+    found.continue_run(actor=user.name, reason=masked(reason))
+    with suppress(HeadwayError):  # the sweeper of any worker submits the slots otherwise
+        rejoin(reader.ledger, found, reader.config)
+    text, command = needs_worker(reader)
+    return Acted("continue", f"The fleet continues {job}.{text}", 1, command)
 
 
 def stop_run(reader: Reader, user: User, job: str, *, now: bool = False, reason: str = "") -> Acted:
@@ -392,6 +407,9 @@ FORMS: Final[dict[str, Callable[[Any, User, Fields, Sequence[str]], Acted]]] = {
     ),
     "pause": _pause,
     "resume": _resume,
+    "continue": lambda reader, user, fields, _: continue_run(
+        reader, user, _named(fields, "job"), reason=fields.get("reason", "")
+    ),
     "scale": _scale,
     "cancel": lambda reader, user, fields, _: cancel_task(
         reader, user, _named(fields, "task"), reason=fields.get("reason", "")

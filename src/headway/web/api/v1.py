@@ -272,6 +272,11 @@ def _runs(api: Api) -> None:
         """Ask a paused run to continue."""
         return await api.act(request, actions.resume_run, id, reason=body.reason)
 
+    @api.post("/jobs/{id}/continue", right="run")
+    async def continue_run(request: Request, id: JobId, body: Reason) -> Response:
+        """Continue the interrupted run of a fleet."""
+        return await api.act(request, actions.continue_run, id, reason=body.reason)
+
     @api.post("/jobs/{id}/stop", right="run")
     async def stop_run(request: Request, id: JobId, body: Stop) -> Response:
         """Ask the run of a job to end, as Ctrl-C does; the same command continues it."""

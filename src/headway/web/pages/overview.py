@@ -353,6 +353,9 @@ def _queues(now: Now) -> list[Need]:
                 Markup("until {}").format(when(queue.paused_until, now.at)) if queue.paused_until else "until resumed"
             )
             found.append(Need("Paused", "s-pause warn", text, until, path, link, about))
+        elif look.kind == "unserved" and now.alive:
+            text = f"{queue.queue}: {plural(queue.waiting, 'task')} waiting, but no online worker serves this queue"
+            found.append(Need("No worker", "s-lost bad", text, "now", f"{path}#start", "Start a worker", about))
         elif look.kind == "stalled" and now.alive and (queue.oldest_wait or 0.0) >= LOOKED_AT:
             text = f"{queue.queue}: {plural(queue.waiting, 'task')} waiting; none finished in the last minutes"
             found.append(Need("Stalled", "s-warn warn", text, "now", path, link, about))
