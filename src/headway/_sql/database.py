@@ -125,6 +125,11 @@ class Database(Driver):
         """Return the database's time, seconds since 1970."""
         return self._ask(Tx.now)
 
+    def schema_version(self) -> int:
+        """Return the number of the last migration that was applied."""
+        row = self.one(self.schema_version_query)
+        return int(row[0]) if row else 0
+
     def _ask(self, question: Callable[[Tx], T]) -> T:
         """Run one query, with the retries of a write."""
         began = time.perf_counter()

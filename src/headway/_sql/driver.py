@@ -36,6 +36,9 @@ class Unanswered(Exception):
 class Driver(Pool):
     """An engine and its connections."""
 
+    #: Statement that reads the number of the last migration that was applied.
+    schema_version_query: str
+
     # ---- the database ----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -52,10 +55,6 @@ class Driver(Pool):
 
     def verify(self) -> None:
         """Raise `StoreCorrupt` if the engine finds damage."""
-
-    @abstractmethod
-    def schema_version(self) -> int:
-        """Return the number of the last migration that was applied."""
 
     @abstractmethod
     def size(self) -> int:

@@ -72,6 +72,7 @@ class PostgreSQL(Database):
     """A PostgreSQL database. All tables are in the schema ``headway``, so that their short names collide with no others."""
 
     engine: Engine = "postgresql"
+    schema_version_query = "SELECT value FROM meta WHERE name = 'schema'"
     # A restart of the server takes seconds, not the milliseconds of a busy SQLite file.
     retry = RetryPolicy(retries=7, base=0.1, cap=4.0, jitter=0.2)
     patience = 15.0
@@ -164,10 +165,6 @@ class PostgreSQL(Database):
 
     def exists(self) -> bool:
         return self.one("SELECT 1 FROM pg_tables WHERE schemaname = 'headway' AND tablename = 'meta'") is not None
-
-    def schema_version(self) -> int:
-        row = self.one("SELECT value FROM meta WHERE name = 'schema'")
-        return int(row[0]) if row else 0
 
     def size(self) -> int:
         row = self.one(

@@ -41,6 +41,7 @@ class SQLite(Database):
     """
 
     engine: Engine = "sqlite"
+    schema_version_query = "PRAGMA user_version"
     _errors: tuple[type[Exception], ...] = (sqlite3.Error, UnicodeDecodeError, *UNACCEPTABLE)
 
     def __init__(self, path: Path | None, *, synchronous: str, stop: threading.Event | None) -> None:
@@ -105,10 +106,6 @@ class SQLite(Database):
         super().close()
         if self._file is not None:
             self._file.release()
-
-    def schema_version(self) -> int:
-        row = self.one("PRAGMA user_version")
-        return int(row[0]) if row else 0
 
     def size(self) -> int:
         if self.path is None:
