@@ -285,6 +285,34 @@ def test_what_a_fleet_cannot_do_is_refused_before_anything_is_written(
     assert "a fleet needs PostgreSQL" in quick_cli("worker", "--burst").stderr
 
 
+def test_slots_open_a_set_up_and_postpone_items(place: Path, ledger: Ledger, quick_cli: Cli) -> None:
+    (place / "later.py").write_text(
+        "import os\nimport headway\n"
+        "def opens():\n    yield 3\n"
+        "def work(item, factor):\n"
+        "    if item % 5 == 0 and not os.path.exists(f'seen{item}'):\n"
+        "        open(f'seen{item}', 'w').close()\n"
+        "        raise headway.RetryLater(0.3, 'quota', scope='job' if item == 0 else 'item')\n"
+        "    return item * factor\n"
+        "def refuses():\n    raise OSError('no model')\n    yield\n"
+    )
+    run = ("run", "later:work", "-i", "items.jsonl", "--retries", "0", "--fleet", "--detach", "--slots", "1")
+    assert quick_cli(*run, "-j", "ads", "--setup", "later:opens").returncode == 0
+    job = ledger.job("ads")
+    for _ in range(20):
+        if job.info().finished_at is not None:
+            break
+        quick_cli("worker", "--burst")
+    info = job.info()
+    assert (info.done, info.dead, info.failures, info.failed) == (30, 0, 0, 0)
+    assert {idx: result for _, idx, _, result in job.results()} == {n: str(3 * n) for n in range(30)}
+    assert quick_cli(*run, "-j", "bad", "--setup", "later:refuses").returncode == 0
+    quick_cli("worker", "--burst")
+    bad = ledger.job("bad")
+    assert (bad.info().done, bad.info().failures) == (0, 0)
+    assert "no model" in (bad.fleet_note() or "")
+
+
 def test_the_job_goes_on_when_its_starter_ends_and_a_stop_ends_it(
     place: Path, database: str, ledger: Ledger, spawn_cli: Spawn, quick_cli: Cli
 ) -> None:

@@ -21,6 +21,8 @@ import pytest
 import headway
 from headway.errors import InvalidInput, UsageError
 from headway.ledger import Ledger
+from headway.run.output.results import Keep
+from headway.run.worker import batch
 from headway.run.worker.attempt import later_row
 from tests.services.waiting import eventually
 
@@ -99,6 +101,19 @@ def test_postponed_items_run_again_in_an_executor(tmp_path: Path, database: str,
         )
     assert (result.done, result.dead, result.failures) == (30, 0, 0)
     assert calls(tmp_path)[3] == 2
+
+
+def waits_first(n: int) -> int:
+    if n == 0:
+        raise headway.RetryLater(60, "quota", scope="job")
+    return n
+
+
+def test_a_job_wait_ends_a_batch_of_an_executor():
+    orders = batch.Orders(waits_first, Keep(), None, "nowhere")
+    answer = batch.run(orders, 1, None, [(n, 0, str(n)) for n in range(3)], None)
+    assert [row[0] for row in answer["later"]] == [0]
+    assert (answer["done"], answer["failed"], answer["back"]) == ([], [], [1, 2])
 
 
 @contextmanager

@@ -195,6 +195,27 @@ def test_a_set_up_that_fails_in_the_middle_loses_nothing_and_charges_nobody_else
     assert sorted(each.result for each in result.results()) == list(range(60))
 
 
+def long_beside_a_death(n: int, _: object) -> None:
+    if Path(os.environ[NOTES] + ".repaired").exists():
+        return
+    if n == 0:
+        time.sleep(60)
+    time.sleep(1.5)  # by then the long item is noted as running
+    Path(os.environ[NOTES] + ".died").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_set_up_that_fails_in_the_middle_does_not_charge_a_long_item(database: str):
+    options: dict[str, Any] = {"setup": opens_until_a_death, "job": "ads", "database": database, "workers": 2}
+    with pytest.raises(SetupFailed, match="the server went away"):
+        headway.map(long_beside_a_death, range(2), progress="none", **options)
+    Path(os.environ[NOTES] + ".repaired").touch()
+    headway.map(long_beside_a_death, range(2), progress="none", **options)
+    with Ledger.open(database) as ledger:
+        job = ledger.job("ads")
+        assert (job.info().done, len(job.history(0))) == (2, 1), "its success only"
+
+
 def test_it_is_closed_when_items_fail_and_when_a_run_is_stopped(database: str, notes: Path):
     def fail(n: int, _: object) -> None:
         raise ValueError("no")

@@ -19,15 +19,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from headway._sql import absolute
-from headway.config import Config
+from headway.config import Config, database_option
 from headway.core.ids import check_id
 from headway.core.lifecycle import Shutdown, on_signals
 from headway.core.setup import Setup, checked
-from headway.core.text import cut, plural, with_option
+from headway.core.text import cut, duration, plural, with_option
 from headway.errors import HeadwayError, InvalidInput, ItemsFailed, Stopping, UsageError
 from headway.events import CallableSink, Event, Sink
 from headway.ledger import Cause, DeadLetter, Ledger
@@ -89,6 +90,26 @@ class Result:
         left = self.total - self.done - self.dead
         waiting = f", {left:,} left" if left else ""
         return f"<Result of job {self.job}: {self.outcome}, {self.done:,} of {self.total:,} done{dead}{waiting}>"
+
+    def _repr_html_(self) -> str:
+        """Return the counts, the causes and how to retry them as a table, for notebooks."""
+        left = self.total - self.done - self.dead
+        counts = {"done": self.done, "dead": self.dead, "left": left, "total": self.total}
+        cells = "".join(f"<tr><th>{name}</th><td>{count:,}</td></tr>" for name, count in counts.items())
+        title = f"Job {self.job}: {self.outcome} in {duration(self.seconds)}"
+        html = f"<table><caption>{escape(title)}</caption>{cells}</table>"
+        deadly = sorted((cause for cause in self.causes if cause.dead), key=lambda cause: -cause.dead)
+        if not deadly:
+            return html
+        option = "" if self.database == absolute(Config().text("database")) else f" {database_option(self.database)}"
+        rows = "".join(
+            f"<tr><td>{cause.dead:,}</td><td>{escape(cut(f'{cause.type}: {cause.message}', 200))}</td>"
+            f"<td><code>{escape(f'headway retry {self.job} --cause {cause.no}{option}')}</code></td></tr>"
+            for cause in deadly[:_CAUSES_SHOWN]
+        )
+        if len(deadly) > _CAUSES_SHOWN:
+            rows += f"<tr><td></td><td>{plural(len(deadly) - _CAUSES_SHOWN, 'more cause')}</td><td></td></tr>"
+        return f"{html}<table><tr><th>dead</th><th>cause</th><th>retry, then call again</th></tr>{rows}</table>"
 
     def _causes(self) -> str:
         """Summarise the causes with the most dead letters."""
