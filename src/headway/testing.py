@@ -25,6 +25,7 @@ from typing import Any
 from headway._lease import Owner
 from headway._sql import Tx
 from headway.core.failure import Failure
+from headway.core.setup import enter, enter_async
 from headway.errors import StorageError
 from headway.queue.store import claim as claims
 from headway.queue.store import complete as outcomes
@@ -105,10 +106,25 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
 def _perform(queue: TaskQueue, task: RunningTask, payload: str) -> Ended:
     handler = queue.handlers[task.kind]
     if handler.isolation != "async":
-        return perform(task, handler.function, payload, queue.context)
+        if handler.setup is None:
+            return perform(task, handler.function, payload, queue.context)
+        opened = enter(handler.setup)
+        try:
+            return perform(task, handler.function, payload, queue.context, (opened.value,))
+        finally:
+            opened.close()
+
+    async def entered() -> Ended:
+        if handler.setup is None:
+            return await perform_async(task, handler.function, payload, queue.context)
+        opened = await enter_async(handler.setup)
+        try:
+            return await perform_async(task, handler.function, payload, queue.context, (opened.value,))
+        finally:
+            await opened.aclose()
 
     def run() -> Ended:
-        return asyncio.run(perform_async(task, handler.function, payload, queue.context))
+        return asyncio.run(entered())
 
     try:
         asyncio.get_running_loop()

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from headway.core.ids import check_id
+from headway.core.setup import Setup, checked
 from headway.errors import InvalidInput
 from headway.queue.task import is_number
 
 Isolation = Literal["fork", "none"]
 Runs = Literal["fork", "none", "async"]
 Context = Callable[[], AbstractContextManager[Any]]
-HandlerFunction = Callable[[Any, Any], Any]  # (RunningTask, payload) -> a JSON value
+HandlerFunction = Callable[..., Any]  # (RunningTask, payload), and what its set-up yields -> a JSON value
 F = TypeVar("F", bound=HandlerFunction)
 
 #: Default of `Handler.concurrency`, for async handlers.
@@ -28,7 +29,7 @@ class Handler:
     """The function and settings for tasks of one kind. Times are in seconds.
 
     ``isolation`` says where it runs: in a forked process, in the worker's process, or on the worker's event loop.
-    ``concurrency``: most tasks of the kind at once on one event loop.
+    ``concurrency``: most tasks of the kind at once on one event loop. ``setup``: what it yields is the third argument.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Handler:
     retry_delay: float
     isolation: Runs
     concurrency: int = 1
+    setup: Setup | None = None
 
 
 def registering(
@@ -49,6 +51,7 @@ def registering(
     retry_delay: float,
     isolation: Isolation | None,
     concurrency: int | None = None,
+    setup: object = None,
 ) -> Callable[[F], F]:
     """Return a decorator that adds a function to ``handlers``. Raises `InvalidInput`."""
     check_id(kind, "a kind of task")
@@ -79,9 +82,10 @@ def registering(
             )
         if kind in handlers and handlers[kind].function is not function:
             raise InvalidInput(f"Kind {kind!r} already has a handler.", hint="Give each handler its own kind.")
+        opens = None if setup is None else checked(setup, loop=is_async)
         runs: Runs = "async" if is_async else isolation or "fork"
         at_once = (concurrency or CONCURRENCY) if is_async else 1
-        handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, runs, at_once)
+        handlers[kind] = Handler(kind, function, timeout, retries, retry_delay, runs, at_once, opens)
         return function
 
     return register

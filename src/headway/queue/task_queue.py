@@ -134,16 +134,20 @@ class TaskQueue:
         retry_delay: float = TASK.base,
         isolation: Isolation | None = None,
         concurrency: int | None = None,
+        setup: Callable[[], object] | None = None,
     ) -> Callable[[F], F]:
         """Register a function for tasks of ``kind``; it is called as ``function(task, payload)``.
 
         ``timeout`` (per run) and ``retry_delay`` are in seconds. A plain function runs in a process of its own
         (``isolation="fork"``, the default) or in the worker's process (``"none"``). An async function runs on the worker's
         event loop, up to ``concurrency`` tasks of the kind at once (default 100).
+
+        ``setup`` returns a context manager, or is a function with one yield. Each worker process enters it once, before the
+        kind's first task, and passes what it yields as a third argument. Before a fork it is entered in the worker.
         """
         return registering(
             self.handlers, kind, timeout=timeout, retries=retries, retry_delay=retry_delay, isolation=isolation,
-            concurrency=concurrency,
+            concurrency=concurrency, setup=setup,
         )  # fmt: skip
 
     def after_fork(self, function: _Hook) -> _Hook:

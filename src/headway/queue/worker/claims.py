@@ -37,8 +37,10 @@ class Claims:
         source: CurrentSource,
         outcomes: Outcomes,
         settings: Callable[[], Settings],
+        kinds: Callable[[], Sequence[str]],
     ) -> None:
-        """``settings`` returns the worker's current settings."""
+        """``settings`` returns the worker's current settings, ``kinds`` the kinds of task that it can run now."""
+        self._kinds = kinds
         self._queue, self._name, self._source, self._outcomes, self._settings = queue, name, source, outcomes, settings
         self._owner = Owner.current()
         self._held: deque[Claim] = deque()  # claimed and not started
@@ -64,8 +66,8 @@ class Claims:
         return self._owner
 
     def claimant(self) -> Claimant:
-        """Return who claims: this worker with its current handlers."""
-        return Claimant(self._name, self._owner, sorted(self._queue.handlers), self._settings().lease)
+        """Return who claims: this worker with the kinds that it can run now."""
+        return Claimant(self._name, self._owner, self._kinds(), self._settings().lease)
 
     def hold(self, claimed: Sequence[Claim], claimed_at: float) -> None:
         """Hold newly claimed tasks. ``claimed_at``: monotonic time before the claim was sent."""
@@ -99,10 +101,12 @@ class Claims:
         self._held.popleft()
         return False
 
-    def next_inline(self, handlers: Mapping[str, Handler]) -> Claim | None:
-        """Remove and return the next claim to run in this process; None if there is none or it must be forked."""
+    def next_inline(self, handlers: Mapping[str, Handler], ready: Callable[[Handler], bool]) -> Claim | None:
+        """Remove and return the next claim to run in this process; None if there is none or another runner has it."""
         with self._starting:
-            while self._held and handlers[self._held[0].kind].isolation != "fork":
+            while (
+                self._held and handlers[self._held[0].kind].isolation == "none" and ready(handlers[self._held[0].kind])
+            ):
                 claim = self._held[0]
                 if self.may_start(claim):
                     if claim.attempts:

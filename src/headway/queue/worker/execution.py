@@ -5,18 +5,25 @@ from __future__ import annotations
 import inspect
 import json
 import mmap
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from headway.core.failure import Failure, describe
+from headway.core.setup import Opened, enter
 from headway.core.text import printable
-from headway.errors import HeadwayError, RetryLater
-from headway.queue.handlers import Context
+from headway.errors import HeadwayError, RetryLater, SetupFailed
+from headway.queue.handlers import Context, Handler
 from headway.queue.payload import PAYLOAD_LIMIT, holds_zero
 from headway.queue.task import Claim
+from headway.telemetry import Log
 
+log = Log("queue")
+
+#: Seconds until a set-up that failed is tried again.
+SETUP_RETRY_SECONDS = 30.0
 #: Maximum bytes of a handler's result, as JSON.
 RESULT_LIMIT = PAYLOAD_LIMIT
 #: Maximum characters of a progress message.
@@ -112,11 +119,13 @@ class RunningTask:
         return self._stopping()
 
 
-def perform(task: RunningTask, function: Callable[..., Any], text: str, context: Context | None) -> Ended:
-    """Call the handler and return its outcome. Raises only `TaskStopped`."""
+def perform(
+    task: RunningTask, function: Callable[..., Any], text: str, context: Context | None, extra: Sequence[Any] = ()
+) -> Ended:
+    """Call the handler and return its outcome. ``extra``: the value of its set-up, if it has one. Raises only `TaskStopped`."""
     try:
         with (context or nullcontext)():
-            value = function(task, json.loads(text))
+            value = function(task, json.loads(text), *extra)
         return _ended_with(task, value)
     except TaskStopped:
         raise
@@ -124,11 +133,13 @@ def perform(task: RunningTask, function: Callable[..., Any], text: str, context:
         return _failed_by(error)
 
 
-async def perform_async(task: RunningTask, function: Callable[..., Any], text: str, context: Context | None) -> Ended:
+async def perform_async(
+    task: RunningTask, function: Callable[..., Any], text: str, context: Context | None, extra: Sequence[Any] = ()
+) -> Ended:
     """Await the handler and return its outcome. Raises nothing, not even `asyncio.CancelledError`."""
     try:
         with (context or nullcontext)():
-            value = await function(task, json.loads(text))
+            value = await function(task, json.loads(text), *extra)
         return _ended_with(task, value)
     except BaseException as error:  # noqa: BLE001 - every exception, SystemExit too, fails this run only
         return _failed_by(error)
@@ -167,6 +178,52 @@ def ended_by(error: TaskTimeout | TaskTooLarge | TaskCancelled) -> Ended:
 def no_result_within(seconds: float | None) -> str:
     """Return the message of a timeout."""
     return "no result in time" if seconds is None else f"no result within {seconds:g} s"
+
+
+class Setups:
+    """The set-ups of handlers that were entered in this process, by kind."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Opened] = {}
+        self._retry_at: dict[str, float] = {}  # kinds whose set-up failed
+
+    def is_ready(self, handler: Handler) -> bool:
+        """Return whether the handler's tasks can run: it has no set-up, or its set-up was entered."""
+        return handler.setup is None or handler.kind in self._opened
+
+    def open(self, handler: Handler) -> None:
+        """Enter the handler's set-up. If that fails, log it and leave the kind alone for a while."""
+        assert handler.setup is not None
+        try:
+            self._opened[handler.kind] = enter(handler.setup)
+        except SetupFailed as error:
+            self._retry_at[handler.kind] = time.monotonic() + SETUP_RETRY_SECONDS
+            log_failed_setup(handler.kind, error)
+
+    def arguments(self, kind: str) -> tuple[Any, ...]:
+        """Return the further arguments of the kind's handler."""
+        return (self._opened[kind].value,) if kind in self._opened else ()
+
+    @property
+    def failed(self) -> set[str]:
+        """The kinds whose set-up failed a short time ago."""
+        now = time.monotonic()
+        return {kind for kind, at in self._retry_at.items() if now < at}
+
+    def close(self) -> None:
+        """Close all set-ups, the last one first."""
+        while self._opened:
+            kind, opened = self._opened.popitem()
+            if problem := opened.close():
+                log.warning("a set-up could not be closed", kind=kind, error=problem)
+
+
+def log_failed_setup(kind: str, error: SetupFailed) -> None:
+    """Log that tasks of a kind wait, because its set-up failed."""
+    log.error(
+        f"the set-up of a handler failed; its tasks wait and it is tried again in {SETUP_RETRY_SECONDS:g} s",
+        kind=kind, error=str(error),
+    )  # fmt: skip
 
 
 class _ResultRefused(Exception):

@@ -65,12 +65,13 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None  # looked 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a handler: its task, function, payload (JSON text) and context."""
+    """A call of a handler: its task, function, payload (JSON text), context and further arguments."""
 
     claim: Claim
     function: Callable[..., Any]
     text: str
     context: Context | None
+    extra: tuple[Any, ...] = ()  # the value of the handler's set-up
 
 
 class ForkRunner:
@@ -91,7 +92,13 @@ class ForkRunner:
         text = self._worker.decode(claim)
         if text is None:
             return
-        call = Call(claim, self._queue.handlers[claim.kind].function, text, self._context)
+        call = Call(
+            claim,
+            self._queue.handlers[claim.kind].function,
+            text,
+            self._context,
+            self._worker.setups.arguments(claim.kind),
+        )
         try:
             process = TaskProcess(call)
         except CannotStart:
@@ -372,7 +379,7 @@ class _Child:
         task = RunningTask(call.claim, self._report, lambda: bool(flag[0] & _CANCEL), lambda: bool(flag[0] & _STOPPING))
         try:
             with interrupts.armed():
-                return perform(task, call.function, call.text, call.context)
+                return perform(task, call.function, call.text, call.context, call.extra)
         except (TaskTimeout, TaskCancelled) as late:  # raised after the handler had returned
             return ended_by(late)
 

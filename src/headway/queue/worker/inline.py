@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headway.queue.handlers import Context
+from headway.queue.handlers import Context, Handler
 from headway.queue.task import Claim
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.execution import (
@@ -48,13 +48,19 @@ class InlineRunner:
         """Run held tasks, then check the memory that their handlers left in use."""
         worker = self._worker
         with self._started_pulse() as pulse:
-            while not worker.is_stopping and (claim := worker.claims.next_inline(self._queue.handlers)) is not None:
+            handlers, ready = self._queue.handlers, worker.setups.is_ready
+            while not worker.is_stopping and (claim := worker.claims.next_inline(handlers, ready)) is not None:
                 text = worker.decode(claim)
                 if text is not None:
                     self._run_task(claim, text, pulse)
                     if (worker.claims and len(worker.outcomes) >= worker.settings.batch) or pulse.cancelling:
                         worker.outcomes.record()
         worker.check_memory()
+
+    def set_up(self, handler: Handler) -> None:
+        """Enter a handler's set-up while the heartbeat thread renews the leases: it may take minutes."""
+        with self._started_pulse():
+            self._worker.setups.open(handler)
 
     def suspend(self) -> None:
         """Stop the heartbeat thread: a process that forks must have only one thread."""
@@ -67,10 +73,11 @@ class InlineRunner:
         assert guard is not None
         began = time.monotonic()
         task = RunningTask(claim, partial(pulse.report, claim), partial(pulse.is_cancelled, claim))
+        extra = self._worker.setups.arguments(claim.kind)
         pulse.begin(claim)
         try:
             with pulse.interrupts.armed():
-                ended = perform(task, self._queue.handlers[claim.kind].function, text, self._context)
+                ended = perform(task, self._queue.handlers[claim.kind].function, text, self._context, extra)
             guard.check(claim)
         except TaskStopped:
             self._worker.claims.release([claim])

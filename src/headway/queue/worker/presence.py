@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headway._lease import Owner
 from headway.errors import HeadwayError
@@ -26,8 +26,15 @@ class Presence:
     """Reports one worker as alive."""
 
     def __init__(
-        self, queue: TaskQueue, name: str, owner: Owner, outcomes: Outcomes, settings: Callable[[], Settings]
+        self,
+        queue: TaskQueue,
+        name: str,
+        owner: Owner,
+        outcomes: Outcomes,
+        settings: Callable[[], Settings],
+        kinds: Callable[[], Sequence[str]],
     ) -> None:
+        self._kinds = kinds
         self._queue, self._name, self._owner, self._outcomes, self._settings = queue, name, owner, outcomes, settings
         self._sent: tuple[str, str | None] | None = None
         self._sent_at = 0.0
@@ -45,7 +52,7 @@ class Presence:
         self._sent, self._sent_at = (state, task), time.monotonic()
         sign = Sign(
             self._name, self._owner, self._settings().queues, state, task, self._outcomes.completed,
-            self._outcomes.failed, rss(os.getpid()), sorted(self._queue.handlers),
+            self._outcomes.failed, rss(os.getpid()), self._kinds(),
         )  # fmt: skip
         try:
             request = self._queue.database.run(lambda tx: workers.heartbeat(tx, sign), operation="queue.alive")

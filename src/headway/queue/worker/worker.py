@@ -26,7 +26,7 @@ from headway.queue.task import Claim, Priority
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.claims import Claims
 from headway.queue.worker.event_loop.runner import AsyncRunner
-from headway.queue.worker.execution import CannotStart, Ended, rss
+from headway.queue.worker.execution import CannotStart, Ended, Setups, rss
 from headway.queue.worker.fork import ForkRunner
 from headway.queue.worker.heartbeat import Settings
 from headway.queue.worker.inline import InlineRunner
@@ -79,11 +79,19 @@ class Worker:
         if source is None:
             source = DatabaseSource(queue) if make_source is None else make_source()
         self._source = CurrentSource(queue, source, make_source)
+        self.setups = Setups()
         self.outcomes = Outcomes(queue, self._source, self.name)
         self.claims = Claims(
-            queue, self.name, source=self._source, outcomes=self.outcomes, settings=lambda: self.settings
+            queue,
+            self.name,
+            source=self._source,
+            outcomes=self.outcomes,
+            settings=lambda: self.settings,
+            kinds=self.served_kinds,
         )
-        self._presence = Presence(queue, self.name, self.claims.owner, self.outcomes, lambda: self.settings)
+        self._presence = Presence(
+            queue, self.name, self.claims.owner, self.outcomes, lambda: self.settings, self.served_kinds
+        )
         self._inline = InlineRunner(queue, self, context)
         self._fork = ForkRunner(queue, self, context)
         self._async = AsyncRunner(queue, self, context)
@@ -116,6 +124,7 @@ class Worker:
         finally:
             self._suspend_runners()
             self._leave()
+            self.setups.close()
             self._source.now.close()
 
     def tick(self, *, ahead: bool = False) -> float:
@@ -146,7 +155,14 @@ class Worker:
 
     def _run_next(self) -> None:
         """Let the runner of the first held task run it. The other runners have no thread then."""
+        handler = self._queue.handlers[self.claims.first.kind]
         chosen = self._runner(self.claims.first)
+        if chosen is not self._async and not self.setups.is_ready(handler):
+            self._async.suspend()
+            self._inline.set_up(handler)
+            if not self.setups.is_ready(handler):
+                self.claims.release_kind(handler.kind)
+            return  # the claims may have been released meanwhile
         for runner in self._runners:
             if runner is not chosen:
                 runner.suspend()
@@ -164,6 +180,10 @@ class Worker:
     @property
     def _runners(self) -> Sequence[Runner]:
         return self._inline, self._fork, self._async
+
+    def served_kinds(self) -> list[str]:
+        """Return the kinds of task that this worker can run now: those whose set-up did not fail."""
+        return sorted(self._queue.handlers.keys() - self.setups.failed - self._async.unready)
 
     def _suspend_runners(self) -> None:
         for runner in self._runners:

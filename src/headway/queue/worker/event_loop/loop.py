@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from headway.core.failure import Failure
+from headway.core.setup import Opened, Setup, enter_async
+from headway.errors import SetupFailed
 from headway.queue.task import Claim
 from headway.queue.worker.execution import CannotStart, Ended
 from headway.queue.worker.heartbeat import Ending
@@ -81,7 +83,7 @@ class EventLoop:
         self._waiting: dict[str, deque[Run]] = {}
         self._running: Counter[str] = Counter()
         self._run_of: WeakKeyDictionary[asyncio.Task[Any], Run] = WeakKeyDictionary()
-        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.set_ups: dict[str, Opened | SetupFailed | None] = {}  # by kind; None: it is being entered
         self._ended: deque[Run] = deque()
         self._woken = threading.Event()
         self._beat = time.monotonic()
@@ -98,6 +100,15 @@ class EventLoop:
         except RuntimeError as error:  # the system refuses another thread
             self._loop.close()
             raise CannotStart(f"No thread can be started for the event loop: {error}") from error
+
+    def set_up(self, kind: str, setup: Setup) -> None:
+        """Enter the set-up of a kind, whose runs start when that has succeeded."""
+        self.set_ups[kind] = None
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._enter(kind, setup)))
+
+    def _may_start(self, kind: str) -> bool:
+        is_ready = kind not in self.set_ups or isinstance(self.set_ups[kind], Opened)
+        return is_ready and kind not in self._paused and self._running[kind] < self._concurrency(kind)
 
     def add(self, runs: Iterable[Run]) -> None:
         """Start runs, or keep them until others of their kind have ended."""
@@ -165,9 +176,13 @@ class EventLoop:
 
     # ---- on the event loop -------------------------------------------------------------------------------------------
 
-    def add_closer(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have a coroutine function called when the event loop closes, in reverse order of the calls."""
-        self._closers.append(closer)
+    async def _enter(self, kind: str, setup: Setup) -> None:
+        try:
+            self.set_ups[kind] = await enter_async(setup)
+        except SetupFailed as error:
+            self.set_ups[kind] = error
+        self._woken.set()
+        self._start_next()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -197,9 +212,7 @@ class EventLoop:
         with self._lock:
             free = self._most() - self._running.total()
             for kind, waiting in self._waiting.items():
-                while (
-                    waiting and free > 0 and kind not in self._paused and self._running[kind] < self._concurrency(kind)
-                ):
+                while waiting and free > 0 and self._may_start(kind):
                     starting.append(waiting.popleft())
                     self._running[kind] += 1
                     free -= 1
@@ -239,10 +252,13 @@ class EventLoop:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=CLOSE_SECONDS / 2)
-        for closer in reversed(self._closers):
-            try:
-                await asyncio.wait_for(closer(), CLOSE_SECONDS / 2)
-            except Exception as error:  # noqa: BLE001 - the application's code may raise anything
-                log.warning("a set-up could not be closed", error=f"{type(error).__name__}: {error}")
+        for kind, opened in reversed(self.set_ups.items()):
+            if isinstance(opened, Opened):
+                try:
+                    problem = await asyncio.wait_for(opened.aclose(), CLOSE_SECONDS / 2)
+                except TimeoutError:
+                    problem = "it did not end in time"
+                if problem:
+                    log.warning("a set-up could not be closed", kind=kind, error=problem)
         await self._loop.shutdown_asyncgens()
         self._loop.stop()

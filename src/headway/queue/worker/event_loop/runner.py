@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from headway.core.failure import Failure
 from headway.core.retry import RetryPolicy
-from headway.errors import HeadwayError
+from headway.core.setup import Opened
+from headway.errors import HeadwayError, SetupFailed
 from headway.queue.handlers import Context
 from headway.queue.task import PRIORITIES, Claim
 from headway.queue.task_queue import TaskQueue
+from headway.queue.worker import execution
 from headway.queue.worker.event_loop.loop import Blocker, EventLoop, Run
 from headway.queue.worker.execution import Ended, RunningTask, no_result_within, perform_async
 from headway.queue.worker.heartbeat import PULSE, Ending, Renewal
@@ -65,6 +67,7 @@ class AsyncRunner:
         self._ended_before: Counter[str] = Counter()
         self._warned: dict[str, float] = {}
         self._failures = 0
+        self._set_up_at: dict[str, float] = {}  # when to try a set-up again that failed
         self._begin()
 
     def _begin(self) -> None:
@@ -87,7 +90,7 @@ class AsyncRunner:
             self._supervise()
             self._record()
             self._refill()
-            if not self._runs and (not self._releasing or worker.must_end):
+            if not self._runs and (not self._releasing or worker.must_end) and not self._waits_for_setup():
                 break
             loop.wait(_CHECK)
             rest = round_at + _ROUND - time.monotonic()
@@ -99,6 +102,33 @@ class AsyncRunner:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+
+    @property
+    def unready(self) -> set[str]:
+        """The kinds whose set-up is being entered, or failed a short time ago."""
+        self._note_set_ups()
+        now = time.monotonic()
+        failed = {kind for kind, at in self._set_up_at.items() if now < at}
+        if self._loop is None:
+            return failed
+        return failed | {kind for kind, opened in list(self._loop.set_ups.items()) if opened is None}
+
+    def _waits_for_setup(self) -> bool:
+        """Return whether to stay until a set-up has been entered, whose kind has tasks."""
+        assert self._loop is not None
+        may_stay = not (self._worker.is_stopping or self._worker.is_orphaned or self._is_yielding)
+        return may_stay and any(opened is None for opened in list(self._loop.set_ups.values()))
+
+    def _note_set_ups(self) -> None:
+        """Log set-ups that failed, and release their tasks."""
+        if self._loop is None:
+            return
+        for kind, opened in list(self._loop.set_ups.items()):
+            if isinstance(opened, SetupFailed):
+                self._set_up_at[kind] = time.monotonic() + execution.SETUP_RETRY_SECONDS
+                execution.log_failed_setup(kind, opened)
+                self._release_kind(kind)
+                del self._loop.set_ups[kind]
 
     # ---- starting ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +146,10 @@ class AsyncRunner:
     def _start(self, claimed: Sequence[Claim]) -> None:
         assert self._loop is not None
         runs = []
+        for kind in {claim.kind for claim in claimed} - self._loop.set_ups.keys():
+            setup = self._queue.handlers[kind].setup
+            if setup is not None:
+                self._loop.set_up(kind, setup)
         for claim in claimed:
             text = self._worker.decode(claim)
             if text is None:
@@ -134,7 +168,10 @@ class AsyncRunner:
 
         text, run.text = run.text, ""
         task = RunningTask(run.claim, report, lambda: run.cancelling, lambda: self._worker.is_stopping)
-        return await perform_async(task, self._queue.handlers[run.claim.kind].function, text, self._context)
+        assert self._loop is not None
+        opened = self._loop.set_ups.get(run.claim.kind)
+        extra = (opened.value,) if isinstance(opened, Opened) else ()
+        return await perform_async(task, self._queue.handlers[run.claim.kind].function, text, self._context, extra)
 
     # ---- claiming ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +197,12 @@ class AsyncRunner:
             self._note_failure("no task can be claimed", error)
 
     def _kinds(self) -> list[str]:
-        return [handler.kind for handler in self._queue.handlers.values() if handler.isolation == "async"]
+        unready = self.unready
+        return [
+            handler.kind
+            for handler in self._queue.handlers.values()
+            if handler.isolation == "async" and handler.kind not in unready
+        ]
 
     def _room(self, kind: str) -> int:
         """Return how many more tasks of a kind may be claimed."""
@@ -177,8 +219,8 @@ class AsyncRunner:
 
         This worker runs them when its async tasks have ended. Another one may do it first.
         """
-        own = set(self._kinds())
-        others = [kind for kind in self._queue.handlers if kind not in own]
+        served = self._worker.served_kinds()
+        others = [kind for kind in served if self._queue.handlers[kind].isolation != "async"]
         if not others:
             return
         queues = [queue for queue in self._worker.settings.queues if queue.place <= self._lowest.place]
@@ -198,6 +240,7 @@ class AsyncRunner:
             self._renew()
         if now >= self._check_at:
             self._check_at = now + _CHECK
+            self._note_set_ups()
             self._check_runs()
         if now >= self._pulse_at:
             self._pulse_at = now + PULSE
