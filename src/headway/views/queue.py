@@ -172,7 +172,12 @@ def read_queues(queue: TaskQueue) -> Queues:
     with queue.database.read() as tx:
         online = len(online_workers(tx))
         held = tuple(KindHoldView(*each) for each in holds(tx))
-    return Queues(tuple(_view(QueueView, info) for info in queue.stats()), online, held)
+    return Queues(queue_views(queue), online, held)
+
+
+def queue_views(queue: TaskQueue) -> tuple[QueueView, ...]:
+    """Read the four queues alone, for the live updates."""
+    return tuple(_view(QueueView, info) for info in queue.stats())
 
 
 def task_view(task: Task) -> TaskView:

@@ -31,7 +31,7 @@ from headway.telemetry import Log, error_message, metrics, redact
 from headway.views.jobs.job import cause_view, read_speeds
 from headway.views.jobs.listing import job_view
 from headway.views.jobs.speed import Speed
-from headway.views.queue import read_queues, read_workers, task_view
+from headway.views.queue import queue_views, read_workers, task_view
 from headway.views.shape import Json, iso, plain
 from headway.web.api import problems
 from headway.web.live.monitor import Monitor, check_job
@@ -94,7 +94,7 @@ class Look:
             speeds = read_speeds(database, jobs)
             sections["jobs"] = {info.id: _job(info, speeds.get(info.no)) for info in jobs}
             sections["causes"] = self._dead(jobs)
-            sections["queues"] = {view.queue: plain(view) for view in read_queues(self.reader.queue).queues}
+            sections["queues"] = {view.queue: plain(view) for view in queue_views(self.reader.queue)}
             sections["workers"] = {view.name: plain(view) for view in read_workers(self.reader.queue).workers}
         with database.read() as tx:
             stirring = records.astir(tx, since=tx.now() - WINDOW, limit=TASKS) if everybody else []
