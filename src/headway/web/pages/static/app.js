@@ -60,9 +60,9 @@ addEventListener("keydown", event => {
   if (kept.get("keys") === "off" || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.target.closest("input,select,textarea,dialog,[data-map]")) return;
   if (event.key === "/" && $(".find")) { $(".find").focus(); event.preventDefault(); }
-  else if ("?gjkxrp".includes(event.key) || going) { going = event.key === "g"; import(pill.dataset.shortcuts).then(module => module.press(event.key)); }
+  else if ("?gjkxrp".includes(event.key) || going) { going = event.key === "g"; (shortcuts ??= import(pill.dataset.shortcuts)).then(module => module.press(event.key), () => { shortcuts = null; }); }
 });
-let going = false;
+let going = false, shortcuts = null; // one promise, so that keys are handled in the order they were pressed
 
 // ---- live
 // The socket sends the current state. Numbers with data-v are updated together, once per frame. When rows may have been added
