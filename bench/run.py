@@ -13,6 +13,7 @@ works again.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -59,6 +60,7 @@ def main() -> None:
         measure_rate(report, place, count, rounds, tasks)
         measure_registration(report, place, count)
         measure_track(report, place, count)
+        measure_async(report, place, rounds)
         measure_executor(report, place, count // 5, rounds)
         measure_programs(report, place, 300 if options.quick else 1_000, rounds)
         if options.full:
@@ -203,6 +205,25 @@ def measure_track(report: Report, place: Path, count: int) -> None:
     report.add("headway.track: added to each item", 1000 * (time.monotonic() - began) / count, "ms", most=0.5)
     check_recorded(path, count)
     remove(path)
+
+
+# ---- an event loop --------------------------------------------------------------------------------------------------
+
+
+async def nap(_: int) -> None:
+    await asyncio.sleep(0.05)
+
+
+def measure_async(report: Report, place: Path, rounds: int) -> None:
+    """2,000 items of 50 ms at 50 at once: two seconds would be ideal."""
+    say(f"2,000 async items of 50 ms, {rounds} rounds")
+    shares, path = [], place / "async.db"
+    for _ in range(rounds):
+        result = headway.map(nap, range(2_000), job="bench", database=f"sqlite:///{path}", workers=50, progress="none")
+        check_recorded(path, 2_000)
+        remove(path)
+        shares.append(2.0 / result.seconds)
+    report.add("map of async items: share of the ideal rate", median(shares), "x", least=0.9, rounds=rounds)
 
 
 # ---- an executor of the user's ----------------------------------------------------------------------------------
