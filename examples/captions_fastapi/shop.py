@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from accounts import COOKIE, Account, account_of, log_in
@@ -18,7 +19,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import HTTPConnection
 
 import headway.web
-from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, Unavailable
+from headway.errors import HeadwayError, InvalidInput, NotFound, Refused, RetryLater, Unavailable
 from headway.queue.fastapi import Submit, lifespan, submitter
 from headway.queue.task_queue import TaskQueue
 
@@ -37,11 +38,29 @@ def caption(task: Any, payload: dict[str, Any]) -> dict[str, str]:
     return {"caption": f"{payload['picture']}: {' '.join(WORDS)}"}
 
 
-@queue.handler("preview", timeout=1, retries=0)
-def preview(_task: Any, payload: dict[str, Any]) -> dict[str, str]:
-    """Look at a picture briefly. A preview that takes longer than its timeout has failed."""
-    time.sleep(payload["seconds"])
-    return {"caption": f"{payload['picture']}: a boat"}
+class Service:
+    """Stands for the client of a paid service that refuses the first request after it was opened, as a 429 would."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    async def describe(self, picture: str, seconds: float) -> str:
+        self.requests += 1
+        if self.requests == 1:
+            raise RetryLater(0.2, reason="the service answered 429")
+        await asyncio.sleep(seconds)
+        return f"{picture}: a boat"
+
+
+async def service() -> AsyncIterator[Service]:
+    """Open the client once per worker."""
+    yield Service()
+
+
+@queue.handler("preview", timeout=1, retries=0, setup=service)
+async def preview(_task: Any, payload: dict[str, Any], client: Service) -> dict[str, str]:
+    """Ask the service. Many previews wait at once in one worker; one that takes longer than its timeout has failed."""
+    return {"caption": await client.describe(payload["picture"], payload["seconds"])}
 
 
 # The documents of the API are for those who are logged in: see `openapi` below.
