@@ -210,7 +210,7 @@ def start_script(tmp_path: Path, database: str, **parts: object) -> subprocess.P
         text = text.replace(name.upper(), str(value))
     file = tmp_path / "script.py"
     file.write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     return subprocess.Popen([sys.executable, str(file)], env=environment, cwd=tmp_path)
 
 

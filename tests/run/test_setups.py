@@ -237,7 +237,7 @@ def test_ctrl_c_closes_it(tmp_path: Path, notes: Path):
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "run", "slow:work", "--setup", "tests.run.test_setups:Client", "-i", "items.txt",
          "--progress", "none", "-w", "2"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
     )  # fmt: skip
     eventually(lambda: told(notes)["work"] > 5)
     process.send_signal(signal.SIGINT)
