@@ -277,6 +277,11 @@ def test_users_get_their_captions_while_the_deployment_is_disturbed(shop: Shop, 
     assert shop.until(bert, late, "FAILED")["error"] == "TimedOut: no result within 1 s"
     shop.until(anna, cancelled, "CANCELLED")
     shop.completed(carla, orphaned, attempts=1)
+    # The service refused the first request of each worker, which cost no attempt: only the timeout is one.
+    [(times, reason)] = rows(shop.database, "SELECT times, reason FROM task_delays")
+    assert times >= 1
+    assert reason == "the service answered 429"
+    assert rows(shop.database, "SELECT attempts FROM tasks WHERE id = ?", late) == [(1,)]
 
     # Keys rotated while every process is idle: the next task is written with the new key, earlier results stay readable.
     shop.rotate_keys()
