@@ -177,8 +177,10 @@ def test_draining_delivers_waiting_events_and_returns_whether_none_is_left(store
     store.outbox().subscribe("down")
     assert Relay(store.outbox(), [ear]).drain(60)
     assert ear.heard == ids(range(1, 251))
-    assert not Relay(store.outbox(), [ear, down]).drain(0.3)
-    assert down.tries == 1  # it was not pestered meanwhile
+    relay = Relay(store.outbox(), [ear, down])
+    assert not relay.drain(0.3)
+    eventually(lambda: down.tries or relay.drain(0.3), 30)  # on a busy machine the first try comes later
+    assert down.tries == 1  # a sink that is down is not tried again at once
 
 
 def test_a_relay_without_sinks_has_nothing_to_do(store: Store):
