@@ -13,7 +13,7 @@ import pytest
 from headway._sql import connect
 from headway.config import Config
 from headway.errors import InvalidInput, NotFound, Refused
-from headway.ledger import Done, Failed, Failure, Hold, NewItem
+from headway.ledger import Done, Failed, Failure, Hold, Later, NewItem
 from headway.queue.task_queue import TaskQueue
 from headway.queue.worker.worker import Worker
 from headway.views.overview import read_job_page
@@ -92,6 +92,22 @@ def test_the_page_of_a_job_that_needs_a_run_says_so_and_shows_the_command(fresh:
     assert answer["command"] in head
     assert "goes on where it stood" not in page
     assert "needs a run" in fresh.ask("/jobs?state=needs+a+run", token="viewer").text
+
+
+def test_the_page_of_a_job_shows_until_when_it_waits_and_why(fresh: Web, reader: Reader):
+    job = reader.ledger.create("calls")
+    job.register([NewItem(idx, "1") for idx in range(3)])
+    job.seal("digest", settle=False)
+    hold = reader.ledger.hold(job, {})
+    job.record([Later(0, 600.0, "quota <used>", 1)], hold=hold)
+    page = html.unescape(fresh.ask("/jobs/calls", token="viewer").text)
+    assert "1 item postponed; the first runs again at" in page
+    assert "“quota <used>”" in page
+    job.record([Later(1, 900.0, "the API is closed", 2, whole_job=True)], hold=hold)
+    page = html.unescape(fresh.ask("/jobs/calls", token="viewer").text)
+    assert "Nothing starts until" in page
+    assert "“the API is closed”" in page
+    reader.ledger.release(hold, "interrupted")
 
 
 def test_retrying_everything_names_the_jobs_that_need_a_run(reader: Reader):
