@@ -25,6 +25,7 @@ from typing import Any
 from headway._lease import Owner
 from headway._sql import Tx
 from headway.core.failure import Failure
+from headway.core.retry import LaterLimit
 from headway.core.setup import enter, enter_async
 from headway.errors import StorageError
 from headway.queue.store import claim as claims
@@ -100,7 +101,7 @@ def _run(queue: TaskQueue, claim: Claim) -> Task:
     if result.failure is None:
         stored = None if result.result is None else queue.backend.encode_result(claim.id, result.result)
         return queue.database.run(lambda tx: outcomes.complete(tx, claim, stored, seconds))
-    return queue.database.run(lambda tx: record_failure(tx, claim, result, seconds))
+    return queue.database.run(lambda tx: record_failure(tx, claim, result, seconds, LaterLimit()))
 
 
 def _perform(queue: TaskQueue, task: RunningTask, payload: str) -> Ended:

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from headway.config import Config
 from headway.core.retry import LaterLimit
 from headway.errors import RetryLater
 from headway.queue.handlers import Isolation
+from headway.queue.settings import LiveSettings
 from headway.queue.store import complete as outcomes
 from headway.queue.task import Status
 from headway.queue.task_queue import TaskQueue
@@ -149,12 +151,12 @@ def test_a_waiting_worker_starts_a_held_kind_by_itself_when_its_time_is_over(que
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_task_postponed_too_often_fails_with_the_reason(queue: TaskQueue, way: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headway.queue.worker.outcomes.LaterLimit", lambda: LaterLimit(times=2))
+def test_a_task_postponed_too_often_fails_with_the_reason(queue: TaskQueue, way: str):
     register(queue, way, later)
     task = queue.submit("call", {"seconds": 0, "reason": "still busy"})
+    live = LiveSettings(lambda: queue.database, Config(cli={"later_limit": "2/24h"}))
     for _ in range(4):
-        drain(queue)
+        Worker(queue, live=live, settings=Settings(rest=0.02)).run(burst=True)
     found = queue.get(task.id)
     assert found.status is Status.FAILED
     assert found.error == "RetryLater: postponed beyond 2/1d: still busy"

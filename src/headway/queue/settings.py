@@ -20,6 +20,7 @@ from typing import Any
 
 from headway._sql import Database, Tx
 from headway.config import OPTIONS, PREFIX, Config, read_value
+from headway.core.retry import LaterLimit
 from headway.errors import ConfigError, InvalidInput
 from headway.queue.store import administration
 from headway.queue.task import check_actor, is_text, moment
@@ -79,6 +80,7 @@ class InForce:
     cancel_grace: float
     batch: int
     retention: float  # seconds
+    later_limit: LaterLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,7 @@ class LiveSettings:
             cancel_grace=self["cancel_grace"],
             batch=self["batch"],
             retention=self["retention_days"] * 86_400.0,
+            later_limit=LaterLimit.parse(self.config.text("later_limit")),
         )
 
 

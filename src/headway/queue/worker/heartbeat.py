@@ -7,10 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
 from headway.core.failure import Failure
+from headway.core.retry import LaterLimit
 from headway.queue.store.claim import LEASE
 from headway.queue.task import PRIORITIES, Claim, Priority
 from headway.queue.worker.execution import (
@@ -49,6 +50,7 @@ class Settings:
     rest: float = 1.0  # between two claims of an idle worker
     concurrency: int = 1000  # most async tasks at once, of all kinds
     hold: float = 1.0  # for a claimed task to start; then it is released, because another worker may be idle
+    later_limit: LaterLimit = field(default_factory=LaterLimit)  # of the postponements of one task
     timeout_limit: float | None = None  # longest timeout of a run, whatever its handler allows
 
 

@@ -6,7 +6,7 @@ If the worker dies before recording an outcome, the sweeper counts the run as a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headway._sql import Tx
@@ -28,8 +28,10 @@ log = Log("queue")
 class Outcomes:
     """A buffer of outcomes. Main thread: `add`. Main or heartbeat thread: `record`."""
 
-    def __init__(self, queue: TaskQueue, source: CurrentSource, worker: str) -> None:
-        self._queue, self._source, self._worker = queue, source, worker
+    def __init__(
+        self, queue: TaskQueue, source: CurrentSource, worker: str, *, later_limit: Callable[[], LaterLimit]
+    ) -> None:
+        self._queue, self._source, self._worker, self._later_limit = queue, source, worker, later_limit
         self._ended: list[tuple[Claim, Ended, float]] = []  # not recorded yet
         self._recording = threading.Lock()
         self.completed = self.failed = 0
@@ -66,7 +68,8 @@ class Outcomes:
             if len(successes) == len(batch):
                 tasks = complete.complete_alone(self._queue.database, successes)
             else:
-                tasks = self._queue.database.run(lambda tx: _record_all(tx, batch), operation="queue.settle")
+                limit = self._later_limit()
+                tasks = self._queue.database.run(lambda tx: _record_all(tx, batch, limit), operation="queue.settle")
             recorded = [tasks.get(claim.id) for claim, *_ in batch]
             self._note_recorded(batch, [None if task is None else task.status for task in recorded])
             self._source.now.settled(tasks.values())
@@ -108,23 +111,23 @@ class Outcomes:
                 metrics.observe("headway_task_seconds", seconds, kind=claim.kind, status=status.value)
 
 
-def _record_all(tx: Tx, batch: Sequence[tuple[Claim, Ended, float]]) -> dict[str, Task]:
+def _record_all(tx: Tx, batch: Sequence[tuple[Claim, Ended, float]], limit: LaterLimit) -> dict[str, Task]:
     """Record successes and failures; return the tasks by id. Tasks that the worker no longer owns are left out."""
     tasks = complete.complete_all(tx, _successes(batch))
     for claim, ended, seconds in batch:
         if ended.failure is not None:
             try:
-                tasks[claim.id] = record_failure(tx, claim, ended, seconds)
+                tasks[claim.id] = record_failure(tx, claim, ended, seconds, limit)
             except StaleClaim:
                 continue
     return tasks
 
 
-def record_failure(tx: Tx, claim: Claim, ended: Ended, seconds: float) -> Task:
+def record_failure(tx: Tx, claim: Claim, ended: Ended, seconds: float, later_limit: LaterLimit) -> Task:
     """Record a run without a result: a postponed one, or a failed one. Raises `StaleClaim`."""
     assert ended.failure is not None
     if ended.later is not None:
-        return complete.postpone(tx, claim, ended.later, limit=LaterLimit(), seconds=seconds)
+        return complete.postpone(tx, claim, ended.later, limit=later_limit, seconds=seconds)
     return complete.fail(tx, claim, ended.failure, outcome=ended.outcome, retryable=ended.retryable, seconds=seconds)
 
 

@@ -80,7 +80,7 @@ class Worker:
             source = DatabaseSource(queue) if make_source is None else make_source()
         self._source = CurrentSource(queue, source, make_source)
         self.setups = Setups()
-        self.outcomes = Outcomes(queue, self._source, self.name)
+        self.outcomes = Outcomes(queue, self._source, self.name, later_limit=lambda: self.settings.later_limit)
         self.claims = Claims(
             queue,
             self.name,
@@ -205,7 +205,7 @@ class Worker:
             now = self._live.in_force
             self.settings = replace(
                 self.settings, batch=now.batch, memory_limit=now.memory_limit, cancel_grace=now.cancel_grace,
-                drain=now.drain, timeout_limit=now.timeout,
+                drain=now.drain, timeout_limit=now.timeout, later_limit=now.later_limit,
             )  # fmt: skip
         self._source.refresh()
 
