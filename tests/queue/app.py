@@ -72,6 +72,10 @@ def register_async(queue: TaskQueue) -> None:
     async def one(task, payload) -> None:
         await log_async(task, payload)
 
+    @queue.handler("brief.async", retries=3, retry_delay=0.05, timeout=0.4)
+    async def brief(task, payload) -> None:
+        await asyncio.sleep(0.2)
+
     @queue.handler("block.async", retries=0, timeout=0.5)
     async def block(task, payload) -> None:
         time.sleep(120)  # noqa: ASYNC251 - it blocks the event loop on purpose
