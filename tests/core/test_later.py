@@ -68,7 +68,7 @@ def test_an_unreadable_limit_is_refused(text: str):
 
 def test_the_default_limit_is_100_times_or_a_day():
     assert LaterLimit.parse("100/24h") == LaterLimit()
-    assert str(LaterLimit()) == "100/1d"
+    assert str(LaterLimit()) == "100/24h"
     assert not LaterLimit().exceeded(100, 86_400)
     assert LaterLimit().exceeded(101, 0)
     assert LaterLimit().exceeded(1, 86_401)

@@ -71,6 +71,10 @@ class Scene:
     def handed_over(self, hold: Hold) -> None:
         fleet.hand_over(self.ledger.database, hold, work="{}", queue="normal", slots=2, most=None, has_pass=True)
 
+    def stopped_fleet(self) -> None:
+        self.handed_over(self.held())
+        self.job.stop(actor="ann")
+
     def share(self) -> Share:
         self.handed_over(self.held())
         known = fleet.read(self.ledger.database, self.job.no)
@@ -193,6 +197,7 @@ CALLS: dict[str, tuple[Callable[[Scene], Any] | None, Call]] = {
     "excuse what runs in a block": (Scene.share_that_runs, lambda scene, share: share.excuse_running()),
     "leave": (Scene.share_with_a_block, lambda scene, share: share.leave()),
     "attend": (Scene.share_of_nothing, lambda scene, _: fleet.attend(scene.ledger.database, scene.job.no)),
+    "continue_run": (Scene.stopped_fleet, lambda scene, _: scene.job.continue_run(actor="ann")),
     "retry_dead": (None, lambda scene, _: scene.job.retry_dead(actor="ann")),
     "untouched of what is damaged": (Scene.damaged, lambda scene, _: scene.job.untouched(-1, 9)),
     "mark_done": (Scene.manager, managed(lambda manager: manager.mark_done(3, {"a": 1}))),
@@ -250,8 +255,8 @@ def test_a_call_whose_commit_was_cut_off_is_as_if_nothing_had_happened(
     def new_database() -> str:
         return postgres_server.url(postgres_server.create_database(with_tables=True))
 
-    # A fleet's share is PostgreSQL's alone; everything else is the same on SQLite.
-    shares = "block" in name or name == "leave"
+    # Shares and the end of a fleet exist on PostgreSQL only; everything else is the same on SQLite.
+    shares = "block" in name or name in ("leave", "continue_run")
     proxy = tcp_proxy(postgres_server.port)
     later = int(name.partition(":")[2] or 0)
     # The sums of a minute stand elsewhere once it is over: both must be of one, and are made again where one ended.

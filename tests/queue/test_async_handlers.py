@@ -264,8 +264,10 @@ def test_a_handler_that_blocks_the_loop_past_its_timeout_costs_the_others_no_att
 ):
     with app.build(database_url, isolations=["async"]) as queue:
         truth = tmp_path / "ran"
-        others = queue.submit_many([{"kind": "log.async", "payload": {"file": str(truth), "seconds": 1.0}}] * 5)
-        others += queue.submit_many([{"kind": "brief.async"}] * 2)  # their time is over while the loop is blocked
+        others = queue.submit_many(
+            [{"kind": "log.async", "payload": {"file": str(truth), "seconds": 1.0}}] * 5
+            + [{"kind": "brief.async"}] * 2  # their time is over while the loop is blocked
+        )
         eager_to_block = queue.submit("block.async", priority="low")
         worker = spawn("blocked", isolations=["async"])
         assert worker.wait() != 0

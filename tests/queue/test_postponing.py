@@ -159,7 +159,7 @@ def test_a_task_postponed_too_often_fails_with_the_reason(queue: TaskQueue, way:
         Worker(queue, live=live, settings=Settings(rest=0.02)).run(burst=True)
     found = queue.get(task.id)
     assert found.status is Status.FAILED
-    assert found.error == "RetryLater: postponed beyond 2/1d: still busy"
+    assert found.error == "RetryLater: postponed beyond 2/24h: still busy"
     assert [run.outcome for run in read_task(queue, task.id).runs] == ["failed"]
     queue.retry(task.id)
     assert read_task(queue, task.id).postponed == 0
@@ -171,7 +171,7 @@ def test_a_task_postponed_for_too_long_fails(queue: TaskQueue):
     drain(queue)
     queue.database.run(lambda tx: tx.execute("UPDATE task_delays SET since = since - 90000"))
     drain(queue)
-    assert queue.get(task.id).error == "RetryLater: postponed beyond 100/1d"
+    assert queue.get(task.id).error == "RetryLater: postponed beyond 100/24h"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -46,7 +46,7 @@ class LaterLimit:
         return times > self.times or seconds > self.seconds
 
     def __str__(self) -> str:
-        for unit in ("d", "h", "min"):
+        for unit in ("h", "min"):
             if self.seconds and self.seconds % _UNITS[unit] == 0:
                 return f"{self.times}/{self.seconds / _UNITS[unit]:g}{unit}"
         return f"{self.times}/{self.seconds:g}s"
