@@ -73,6 +73,7 @@ class Scene:
 
     def stopped_fleet(self) -> None:
         self.handed_over(self.held())
+        self.job.give_back([item.idx for item in self.claimed])
         self.job.stop(actor="ann")
 
     def share(self) -> Share:
