@@ -54,8 +54,8 @@ def test_a_worker_whose_handlers_leave_too_much_in_its_memory_ends_and_the_next_
 def test_a_burst_that_ends_because_of_its_memory_says_that_it_is_not_through(tmp_path: Path):
     left: list[bytearray] = []
     with TaskQueue(f"sqlite:///{tmp_path}/queue.db") as queue:
-        queue.handler("leak", isolation="none")(lambda task, payload: left.append(bytearray(b"x") * (64 * MB)))
-        queue.submit("leak")
+        queue.handler("leak", isolation="none")(lambda task, payload: left.append(bytearray(b"x") * (512 * MB)))
+        queue.submit("leak")  # more than the process may give back to the system meanwhile
         queue.set("memory_limit", (rss(os.getpid()) + 32 * MB) // MB)
         with pytest.raises(HeadwayError, match="exited before all tasks were done"):
             supervisor.work_off(queue, supervisor.Plan(""), shutdown=Shutdown())

@@ -65,7 +65,8 @@ def read_marks(database: Database, start: float, end: float | None = None, *, jo
         audited = search.audited_between(tx, start, until, tuple(_ACTIONS), job, LIMIT)
         workers = [] if job is not None else listed_workers(tx)
     found = [*_of_runs(runs), *map(_of_action, audited), *_of_workers(workers)]
-    inside = [mark for mark in found if start <= mark.at.timestamp() <= until]
+    # Without ``end`` there is no bound: a time rounded to microseconds may be later than now.
+    inside = [mark for mark in found if start <= mark.at.timestamp() and (end is None or mark.at.timestamp() <= end)]
     return Marks(tuple(sorted(inside, key=lambda mark: (mark.at, mark.kind, mark.text))))
 
 
